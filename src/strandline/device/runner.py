@@ -266,7 +266,7 @@ class Runner:
             return Chosen((), torch.empty(0, dtype=torch.int64))
         count = len(step.rows)
         rows: slice | Tensor = slice(count) if step.is_chosen_from_all else indices.rows_R
-        positions_R = None if step.is_plain else indices.positions_R
+        positions_R = None
         if verification is not None:
             hidden_XE, positions_R = verification.hidden_TE, verification.batch.positions_T[rows] + 1
         greedy_R = None if decodes is None else self._pending.last.tokens_P[:count]
@@ -276,7 +276,7 @@ class Runner:
         if decodes is not None and chosen.tokens_R is greedy_R and not chosen.failures:
             chosen.host_tokens_R = decodes.host_likeliest_N[:count]
         is_compared_on_device = verification and all(each.state.is_compared_on_device for each in candidates)
-        if positions_R is not None and not is_compared_on_device:
+        if not (step.is_plain and verification is None) and not is_compared_on_device:
             chosen.compare()
         return chosen
 

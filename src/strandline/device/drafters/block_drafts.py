@@ -18,9 +18,9 @@ from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.batches.padded_step import room_of
 from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.divided_sampling import likeliest
-from strandline.device.steps.drafter import Drafts, StepRows, Verified
+from strandline.device.steps.drafter import Drafts, StepRows, Verified, stateless_plan
 from strandline.errors import EngineError
-from strandline.ids import NO_TOKEN, NULL_LOG, PendingToken
+from strandline.ids import NO_TOKEN
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import LastStep
@@ -133,16 +133,5 @@ def padded_blocks(
 def _block_plan(sequence: SequencePlan, sampled: Sequence[int], block: DraftBlock) -> SequencePlan:
     """Return the block after a step: from the newest token, which is the last that was sampled."""
     start = sequence.end - sequence.num_drafts + len(sampled) - 1
-    return sequence._replace(
-        start=start,
-        end=start + sequence.next_drafts + block.first_row,
-        token_ids=(sampled[-1], *(block.mask_token_id,) * (sequence.next_drafts - 1 + block.first_row)),
-        cuts=(),
-        pending=PendingToken.NONE,
-        is_prefill=False,
-        log=NULL_LOG,
-        num_logged=0,
-        num_drafts=0,
-        pictures=(),
-        window_blocks=b"",
-    )
+    masks = (block.mask_token_id,) * (sequence.next_drafts - 1 + block.first_row)
+    return stateless_plan(sequence, start, (sampled[-1], *masks))._replace(pictures=())

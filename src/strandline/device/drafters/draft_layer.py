@@ -26,8 +26,8 @@ from strandline.device.batches.batch import HostBatch, build_host_batch, to_devi
 from strandline.device.batches.padded_step import single_rows
 from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.divided_sampling import likeliest
-from strandline.device.steps.drafter import Drafts, StepRows, Verified
-from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_LOG, PendingToken
+from strandline.device.steps.drafter import Drafts, StepRows, Verified, stateless_plan
+from strandline.ids import BLOCK_TOKENS, NO_TOKEN
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import LastStep
@@ -77,7 +77,7 @@ def _pairs(index: int, rows: StepRows) -> Pairs | None:
         start, kv_start = start - 1, kv_start - (kv_start % BLOCK_TOKENS > 0)
     if not tokens:
         return None
-    plan = _pair_plan(sequence, start, tokens, kv_start)._replace(is_sampled=ends_sampled)
+    plan = stateless_plan(sequence, start, tokens)._replace(kv_start=kv_start, is_sampled=ends_sampled)
     return Pairs(index, plan, first_row or 0, stored_row, num_drafts)
 
 
@@ -87,27 +87,12 @@ def pairs_of_step(rows: StepRows) -> list[Pairs]:
     return [pair for pair in pairs if pair is not None]
 
 
-def _pair_plan(sequence: SequencePlan, start: int, tokens: tuple[int, ...], kv_start: int) -> SequencePlan:
-    return sequence._replace(
-        start=start,
-        end=start + len(tokens),
-        token_ids=tokens,
-        kv_start=kv_start,
-        cuts=(),
-        pending=PendingToken.NONE,
-        is_prefill=False,
-        log=NULL_LOG,
-        num_logged=0,
-        num_drafts=0,
-        window_blocks=b"",
-    )
-
-
 def _further_plan(pair: Pairs, index: int) -> SequencePlan:
     """Return the pair of a draft, by its index; of a draft after which none is wanted, one that stores nothing."""
     last = pair.num_drafts - 2
     position = pair.plan.end + min(index, last)
-    return _pair_plan(pair.plan, position, (SAMPLED,), pair.plan.kv_start if index <= last else position + 1)
+    plan = stateless_plan(pair.plan, position, (SAMPLED,))
+    return plan if index <= last else plan._replace(kv_start=position + 1)
 
 
 class DraftLayer:

@@ -151,12 +151,10 @@ def choose(
 
     Args:
         logits_RV: a row for each sequence, and one more for each of its drafts; may be overwritten.
-        positions_R: of the tokens to choose, if all rows may be chosen together; None: the states know them.
+        positions_R: of the tokens to choose; None: the states know them.
         greedy_R: the likeliest tokens, if they are known; may be overwritten.
     """
-    if positions_R is not None and not all(each.state.is_independent for each in candidates):
-        positions_R = None
-    if positions_R is None and len(logits_RV) > len(candidates):
+    if len(logits_RV) > len(candidates) and not all(each.state.is_independent for each in candidates):
         return _choose_in_turn(logits_RV, candidates, kernels)
     states = [each.state for each in candidates for _ in range(each.num_rows)]
     tokens_R, logprobs, failures = sample_rows(logits_RV, states, kernels, position_N=positions_R, greedy_N=greedy_R)

@@ -10,6 +10,7 @@ Shape suffixes: N rows, M those with penalties, P the rank's part of the vocabul
 """
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -109,7 +110,8 @@ def sample_rows(
 
     Args:
         logits_NP: may be overwritten.
-        states: one per row. Several rows may have the same one, if it is independent of what is chosen before.
+        states: one per row. Several rows may have the same one, if it is independent of what is chosen before: those of
+            consecutive tokens.
         position_N: of the tokens to sample; None: the states know them.
         greedy_N: the likeliest tokens, if they are known; may be overwritten.
     """
@@ -200,7 +202,7 @@ class RowNumbers(NamedTuple):
             [max(p.top_k, 0) for p in params],
             [state.new.seed for state in states],
             [p.is_greedy for p in params],
-            [state.position for state in states],
+            [state.position + row for _, rows in groupby(states, id) for row, state in enumerate(rows)],
         ]
         return cls(*upload_together(columns, device))
 

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from strandline.ids import NULL_LOG, PendingToken
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.sampling.verification import AcceptedDrafts, SampledSequences
 from strandline.records.plan import SequencePlan
@@ -23,6 +24,22 @@ class StepRows(NamedTuple):
     sampled: Mapping[int, Sequence[int]] | None
     """By index, tokens that were sampled after the certain ones; None: they are on the device, one of each sequence
     that is sampled."""
+
+
+def stateless_plan(sequence: SequencePlan, start: int, token_ids: tuple[int, ...]) -> SequencePlan:
+    """Return the plan of tokens that a drafter computes in a sequence's blocks."""
+    return sequence._replace(
+        start=start,
+        end=start + len(token_ids),
+        token_ids=token_ids,
+        cuts=(),
+        pending=PendingToken.NONE,
+        is_prefill=False,
+        log=NULL_LOG,
+        num_logged=0,
+        num_drafts=0,
+        window_blocks=b"",
+    )
 
 
 class Drafts(NamedTuple):

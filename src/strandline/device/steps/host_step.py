@@ -38,8 +38,6 @@ class StepIndices(NamedTuple):
     """The slots of the stored hidden states that the step needs."""
     rows_R: Tensor
     """The rows of hidden states from which tokens are chosen."""
-    positions_R: Tensor
-    """The positions of these tokens; of pending ones, undefined."""
     wanted_rows: Tensor
     """The rows of hidden states that requests ask for."""
 
@@ -143,14 +141,8 @@ class HostStep:
     def upload_indices(self, device: torch.device) -> StepIndices:
         """Copy the indices that the step needs to the device; a step of decodes and their drafts needs none."""
         slots = [self.sequences[index].state_src for index in self.stored]
-        rows, wanted = list[int](), [self.rows[each.first_row] for each in self.wanted]
-        positions = list[int]()
-        if not self.is_chosen_from_all:
-            rows = self.rows
-        if self.verification is None and not self.is_plain:
-            ends = ((self.sequences[each.plan_index].end, each.num_rows) for each in self.candidates)
-            positions = [position for end, count in ends for position in range(end + 1 - count, end + 1)]
-        return StepIndices(*upload_together([slots, rows, positions, wanted], device))
+        rows, wanted = self.rows, [self.rows[each.first_row] for each in self.wanted]
+        return StepIndices(*upload_together([slots, [] if self.is_chosen_from_all else rows, wanted], device))
 
 
 class Layout:
