@@ -1,9 +1,11 @@
 """The engine's promises hold for every family: resumed anywhere, forked, preempted, in steps of any size (contract 6).
 
-``test_exactness.py`` tests more of them, on Qwen3.5. Forks, preemption, published states and drafts are tested on one
-family for each kind of layer; on the others, and in torch where there are Numba kernels, only with ``--long``.
+``test_exactness.py`` tests more of them, on Qwen3.5. Forks, preemption, published states, drafts and resumption at
+every position are tested on one family for each kind of layer; on the others, and in torch where there are Numba
+kernels, only with ``--long``. These resume at some positions in every run.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,14 +34,16 @@ CASES = [*((name, "numba") for name in families.FAMILIES), *((name, "torch") for
 
 EACH_KIND = [(name, "numba") for name in families.REPRESENTATIVES]
 
-each_case = pytest.mark.parametrize("case", CASES, indirect=True, ids="-".join, scope="module")
-each_kind = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case in EACH_KIND else pytest.mark.long) for case in CASES],
-    indirect=True,
-    ids="-".join,
-    scope="module",
-)
+
+def each_case_of(ordinary: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Run a test on every case, on these in every run."""
+    cases = [pytest.param(case, marks=[] if case in ordinary else pytest.mark.long) for case in CASES]
+    return pytest.mark.parametrize("case", cases, indirect=True, ids="-".join, scope="module")
+
+
+each_case = each_case_of(CASES)
+each_kind = each_case_of(EACH_KIND)
+each_other_case = each_case_of([case for case in CASES if case not in EACH_KIND])
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +73,20 @@ def test_greedy_tokens_are_those_of_transformers(make_llm: MakeLLM, case: tuple[
     assert answers(make_llm(max_num_batched_tokens=65), prompts) == expected
 
 
-@each_case
+@each_kind
 def test_resuming_at_every_position_gives_the_same_tokens(make_llm: MakeLLM) -> None:
+    check_positions(make_llm, range(1, 70))
+
+
+@each_other_case
+def test_resuming_around_blocks_gives_the_same_tokens(make_llm: MakeLLM) -> None:
+    check_positions(make_llm, [*range(1, 8), 31, *range(62, 67), 69])
+
+
+def check_positions(make_llm: MakeLLM, positions: Sequence[int]) -> None:
     prompt = tokens(70)
     [expected] = answers(make_llm(enable_prefix_caching=False), [prompt])
-    check_resumption(make_llm(memory="32MiB"), prompt, expected)
+    check_resumption(make_llm(memory="32MiB"), prompt, expected, positions)
 
 
 @each_kind
