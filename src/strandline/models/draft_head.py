@@ -1,6 +1,7 @@
 """Output heads of drafts: of a drafter that has its own, for all tokens or frequent ones alone; or the model's in FP8.
 
-Shape suffixes: N rows, E hidden size of the drafter, V tokens that are drafted, Z tokens of this rank's logits.
+Shape suffixes: N rows, E hidden size of the drafter, V tokens that are drafted, Z tokens of this rank's logits; of
+a weight, O outputs and I inputs.
 """
 
 from typing import Final

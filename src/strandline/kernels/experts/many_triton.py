@@ -10,7 +10,7 @@ are all tokens and come after the others' choices.
 
 Invariants: as in ``moe_triton.py``; quantised features are the same to the last bit for any tile.
 
-Shape suffixes: as in ``moe.py``; X groups of features; in kernels M choices, N features, K the
+Shape suffixes: as in ``moe.py``; X groups of features, I inputs of a weight; in kernels M choices, N features, K the
 dimension that a matrix product sums over.
 """
 # mypy: ignore-errors
