@@ -12,7 +12,7 @@ import pytest
 from strandline import LLM
 from strandline.cache.evict_all import evict_all
 from strandline.cache.tiers import LoadCosts
-from strandline.cache.tiers.stats import LowerStats
+from strandline.cache.tiers.lower_memory import LowerStats
 from strandline.config import buffer_blocks
 from strandline.device.stores import lower_stores
 from strandline.errors import ConfigError, EngineError

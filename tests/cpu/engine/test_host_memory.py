@@ -6,7 +6,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache.stats import CacheStats
-from strandline.cache.tiers.stats import LowerStats
+from strandline.cache.tiers.lower_memory import LowerStats
 from strandline.device.executor import LaunchedStep
 from strandline.device.uni_executor import UniExecutor
 from strandline.errors import ConfigError

@@ -21,11 +21,10 @@ from strandline.cache.tiers.adoption import adopt, last_address
 from strandline.cache.tiers.demotion import Demotion
 from strandline.cache.tiers.device_target import DeviceTarget, num_slabs_for
 from strandline.cache.tiers.flush import Flush
-from strandline.cache.tiers.lower_memory import LowerMemory
+from strandline.cache.tiers.lower_memory import LowerMemory, LowerStats
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.moves import Move, Moves
 from strandline.cache.tiers.spills import Spills
-from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_tree import PathEnd, TierTree

@@ -26,9 +26,8 @@ from typing import NamedTuple
 from strandline.cache.eviction import EvictionQueue
 from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import Match, ResumeRule
-from strandline.cache.tiers.lower_memory import LowerMemory
+from strandline.cache.tiers.lower_memory import LowerMemory, LowerStats
 from strandline.cache.tiers.neighbours import end_above, next_below
-from strandline.cache.tiers.stats import LowerStats
 from strandline.cache.tiers.tier_tree import Block, Column, Copy, PathBlocks, PathEnd, TierRun, TierSnapshot
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
