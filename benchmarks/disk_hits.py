@@ -94,9 +94,9 @@ def ttft_ms(llm: LLM, prompt: list[int], *, num_cached: int = 0) -> float:
 def leave(llm: LLM) -> None:
     """Evict everything, wait until it has reached the disk, and end the engine."""
     core = llm.engine.core
-    spills = core.loads.spills
-    if spills is None:
+    if not core.loads.spills:
         raise SystemExit("there is no disk cache")
+    [spills] = core.loads.spills
     evict_all(core.cache)
     core.executor.carry_out(core.cache.take_actions())
     while len(spills):
