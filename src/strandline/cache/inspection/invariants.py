@@ -15,6 +15,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.probation import max_probes
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import TierRun
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
@@ -50,7 +51,7 @@ def check(checked: PrefixCache) -> None:
     _check_index(cache)
     _check_probes(cache, snapshots)
     if isinstance(cache.below, Loads):
-        _check_tree(cache.below.tiers)
+        _check_tree(cache.below)
         targets = [move.target for move in cache.below.moves if isinstance(move.target, TierTarget)]
         for tier in cache.below.tiers:
             _check_tier(cache, tier, [target for target in targets if target.tier is tier])
@@ -260,18 +261,22 @@ def _check_lease(lease: Lease) -> None:
             _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
 
 
-def _check_tree(tiers: tuple[LowerTier, ...]) -> None:
-    """Check that the tree of the tiers has what they have, and nothing else."""
+def _check_tree(loads: Loads) -> None:
+    """Check that the tree of the tiers has what they have and what moves pin, and nothing else."""
+    tiers, ends = loads.tiers, chain.from_iterable((move.source, move.target) for move in loads.moves)
+    pins = Counter(id(end.pinned) for end in ends if isinstance(end, TierTarget | RetainedCopy | ExchangedCopy))
     for tree, root in tiers[0].tree.roots.items() if tiers else ():
         waiting = [root]
         while waiting:
             run = waiting.pop()
             _check_tier_run(run, tiers)
             for (num_blocks, key), snapshot in run.snapshots.items():
+                where, num_pins = f"the demoted snapshot at {snapshot.position}", pins[id(snapshot)]
                 is_right = snapshot.is_used and snapshot.run is run and snapshot.tree == tree
                 is_right &= (snapshot.num_blocks, snapshot.key) == (num_blocks, key)
                 is_right &= run.start_block < num_blocks <= run.end_block or run.parent is None
-                _require(is_right, f"the demoted snapshot at {snapshot.position} belongs elsewhere")
+                _require(is_right, f"{where} belongs elsewhere")
+                _require(snapshot.num_pins == num_pins, f"{where} has {snapshot.num_pins} pins, not {num_pins}")
             waiting += run.children.values()
 
 

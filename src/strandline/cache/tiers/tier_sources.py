@@ -82,8 +82,8 @@ class RetainedCopy:
     def __init__(self, tier: LowerTier, copy: Copy, data: bytearray, blocks: Sequence[int]) -> None:
         self._tier = tier
         self.copy = copy
-        self._pinned = _pin(tier, copy, data)
-        self._num_blocks = len(blocks) + tier.snapshot_blocks(self._pinned.position)
+        self.pinned = _pin(tier, copy, data)
+        self._num_blocks = len(blocks) + tier.snapshot_blocks(self.pinned.position)
         self._addresses = (*blocks, copy.address)
         tier.begin_reading(self._addresses)
         copy.num_moves += 1
@@ -98,18 +98,18 @@ class RetainedCopy:
         if completion.is_done:
             copy.use = copy.use.next(tier.now)
         tier.push(copy)
-        tier.tree.unpin(self._pinned)
+        tier.tree.unpin(self.pinned)
 
     def _forget_lost(self, lost: set[int]) -> None:
         """Evict the snapshots that need addresses which could not be read."""
-        tier, end = self._tier, self._pinned.end
+        tier, end = self._tier, self.pinned.end
         if end is None:
             return
         gone = {index for index, address in enumerate(tier.column.addresses(end)) if address in lost}
         for copy in list(tier.column.copies_after(end.run, end.depth)):
             if not lost.isdisjoint((copy.address, copy.tail_address)):
                 tier.evict(copy)
-        for index, block in self._pinned.locate(gone).items():
+        for index, block in self.pinned.locate(gone).items():
             if tier.is_needed(*block):
                 tier.cut_off(block[0], index + 1)
 
@@ -120,13 +120,13 @@ class ExchangedCopy:
     def __init__(self, tier: LowerTier, copy: Copy, data: bytearray, blocks: Sequence[int]) -> None:
         self._tier = tier
         self.copy = copy
-        self._pinned = _pin(tier, copy, data)
-        self._num_blocks = len(blocks) + tier.snapshot_blocks(self._pinned.position)
-        end, wanted = self._pinned.end, set(blocks)
+        self.pinned = _pin(tier, copy, data)
+        self._num_blocks = len(blocks) + tier.snapshot_blocks(self.pinned.position)
+        end, wanted = self.pinned.end, set(blocks)
         own = () if end is None else tier.column.addresses(end)
         self._index_at = {address: index for index, address in enumerate(own) if address in wanted}
         """By address that is read: the index of a whole block in the path."""
-        self._returning = PathBlocks(self._pinned, [])
+        self._returning = PathBlocks(self.pinned, [])
         """Those blocks that have left the tier."""
         tier.returning.append(self._returning)
         copy.num_moves += 1
@@ -134,7 +134,7 @@ class ExchangedCopy:
     def free(self, addresses: Iterable[int]) -> None:
         """Free addresses that an issued transfer reads."""
         tier, copy, freed = self._tier, self.copy, dict[int, int]()
-        located = self._pinned.locate(set(self._index_at.values()))
+        located = self.pinned.locate(set(self._index_at.values()))
         for address in addresses:
             if address in self._index_at:
                 index = self._index_at[address]
@@ -167,23 +167,23 @@ class ExchangedCopy:
                     tier.cut_off(block[0], index + 1)
             if tier.has_snapshots:
                 tier.pass_savings(self.copy)
-        tier.tree.unpin(self._pinned)
+        tier.tree.unpin(self.pinned)
 
     def _free_returned(self) -> None:
         """Free the blocks that the device has again; without snapshots, also remove the ends before them.
 
         Nothing is done if the last block has left the tier: blocks before it are there for other snapshots.
         """
-        tier, end, freed = self._tier, self._pinned.end, dict[int, int]()
+        tier, end, freed = self._tier, self.pinned.end, dict[int, int]()
         if end is None or tier.column.last_on_path(end) != end:
             return
-        for run, start, stop in self._pinned.whole_blocks[::-1]:
+        for run, start, stop in self.pinned.whole_blocks[::-1]:
             addresses = tier.column.part(run).addresses
             for index in range(stop - 1, start - 1, -1):
                 freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         tier.free(freed)
         if not tier.has_snapshots:
-            for copy in list(tier.column.copies_on(end, self._pinned.path())):
+            for copy in list(tier.column.copies_on(end, self.pinned.path())):
                 if copy.num_moves == 0:
                     tier.remove(copy, is_elsewhere=True)
 

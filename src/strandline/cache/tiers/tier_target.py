@@ -21,8 +21,9 @@ class TierTarget:
         self.path = path
         tier.enter(copy, path.tree, path.data)
         copy.num_moves += 1
-        tier.tree.pin(copy.snapshot)
-        self.blocks = PathBlocks(copy.snapshot, list(path.addresses))
+        self.pinned = copy.snapshot
+        tier.tree.pin(self.pinned)
+        self.blocks = PathBlocks(self.pinned, list(path.addresses))
         """The whole blocks that arrive."""
         tier.arriving.append(self.blocks)
 
@@ -64,7 +65,7 @@ class TierTarget:
             copy.address, copy.tail_address = path.address, path.tail_address
             tier.push(copy)
         tier.free(unneeded)
-        tier.tree.unpin(copy.snapshot)
+        tier.tree.unpin(self.pinned)
 
     def _fail(self) -> None:
         """Remove what did not arrive, and what needs it, unless another move brings the same."""
@@ -76,7 +77,7 @@ class TierTarget:
             if tier.is_lacking(*block) and block not in still_arriving:
                 tier.cut_off(block[0], index + 1)
         tier.free(self.sizes)
-        tier.tree.unpin(self.copy.snapshot)
+        tier.tree.unpin(self.pinned)
 
     def _let_go(self) -> None:
         self.copy.num_moves -= 1
