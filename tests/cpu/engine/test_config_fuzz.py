@@ -84,7 +84,7 @@ def answer(directory: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @given(config=wrong_configs())
-@settings(max_examples=3 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 def test_any_config_is_refused_or_answers(directory: Path, config: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     with contextlib.suppress(ConfigError):

@@ -92,6 +92,14 @@ def test_several_ranks_give_the_tokens_of_one(make_llm: MakeLLM, recorded: tuple
     assert cached_and_forked(make_llm()) == recorded[0]
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in families.REPRESENTATIVES else pytest.mark.long)
+        for name in sorted(NUM_RANKS)
+    ],
+    indirect=True,
+)
 def test_drafts_change_no_token_on_several_ranks(make_llm: MakeLLM, recorded: tuple[list[list[int]], Answers]) -> None:
     expected, known = recorded
     llm = force(make_llm(**DRAFTING), known, [3, 1, 2, 0])
