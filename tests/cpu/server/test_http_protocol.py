@@ -10,7 +10,9 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from strandline.server.http.response_parts import MAX_PART_BYTES
 from strandline.server.http.serving import http_config
+from strandline.server.http.stream_writer import STREAM_WRITER
 from strandline.server.launch import listen
 
 TIMEOUT_S: Final = 60.0
@@ -20,6 +22,7 @@ KEEP_ALIVE_S: Final = 1
 REQUEST: Final = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF: Final = REQUEST[:20]
 MORE_THAN_BUFFERS_HOLD: Final = 2**26
+PARTS: Final = (b"data: a\n\n", b"data: 0123456789abcdef\n\n", bytes(MAX_PART_BYTES))
 
 
 async def short(scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,6 +53,30 @@ async def endless(scope: Scope, receive: Receive, send: Send) -> None:
     while not leaving.done():
         await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
         await asyncio.sleep(0)
+
+
+async def sent(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200})
+    for part in PARTS:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def written(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer as ``sent`` does, but write the parts directly."""
+    writer = scope[STREAM_WRITER]
+    await send({"type": "http.response.start", "status": 200})
+    assert not writer.write(b"")
+    assert not writer.write(bytes(MAX_PART_BYTES + 1))
+    assert all(writer.write(part) for part in PARTS)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def which(scope: Scope, receive: Receive, send: Send) -> None:
+    """Say whether parts can be written directly."""
+    body = b"yes!" if STREAM_WRITER in scope else b"no.."
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"is", body), (b"content-length", b"4")]})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def receive_disconnect(receive: Receive) -> None:
@@ -243,3 +270,61 @@ def test_request_behind_an_unread_response_is_aborted() -> None:
             await until(lambda: clients.num_served == 0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3])
+def test_written_parts_have_same_bytes_as_sent_ones(num_at_once: int) -> None:
+    async def answer(app: ASGIApp) -> bytes:
+        async with clients_of(app) as clients:
+            reader, writer = await clients.connect()
+            writer.write(num_at_once * REQUEST)
+            got = b""
+            while got.count(b"\r\n0\r\n\r\n") < num_at_once:
+                got += await reader.read(2**16)
+            return b"".join(line for line in got.splitlines(True) if not line.startswith(b"date:"))
+
+    asked, direct = asyncio.run(answer(sent)), asyncio.run(answer(written))
+    assert direct == asked
+    assert direct.count(b"HTTP/1.1 200 ") == num_at_once
+
+
+@pytest.mark.parametrize(
+    ("head", "is_written"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"yes!"),
+        (b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n", b"no.."),
+        (b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"no.."),
+    ],
+)
+def test_parts_are_written_where_bodies_are_chunked(head: bytes, is_written: bytes) -> None:
+    async def run() -> None:
+        async with clients_of(which) as clients:
+            reader, writer = await clients.connect()
+            writer.write(head)
+            assert b"is: " + is_written in await reader.readuntil(b"\r\n\r\n")
+
+    asyncio.run(run())
+
+
+def test_parts_are_not_written_to_full_or_lost_connections() -> None:
+    refused = list[bool]()
+
+    async def flood(scope: Scope, receive: Receive, send: Send) -> None:
+        writer = scope[STREAM_WRITER]
+        await send({"type": "http.response.start", "status": 200})
+        while writer.write(bytes(MAX_PART_BYTES)):
+            pass
+        refused.append(True)
+        await receive_disconnect(receive)
+        refused.append(not writer.write(b"x"))
+
+    async def run() -> None:
+        async with clients_of(flood, TIMEOUT_S) as clients:
+            _, writer = await clients.connect()
+            writer.write(REQUEST)
+            await until(lambda: len(refused) == 1)
+            writer.transport.abort()
+            await until(lambda: len(refused) == 2)
+
+    asyncio.run(run())
+    assert all(refused)

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
 from strandline.server.http.stream_pings import ANTHROPIC_EVENT, COMMENT, StreamPings
+from strandline.server.http.stream_writer import STREAM_WRITER
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream, running_server
 
 START: Final[Message] = {
@@ -105,6 +106,29 @@ def test_stream_that_is_not_silent_gets_no_ping() -> None:
 
         await run(app, client, interval_s=60)
         assert client.sent == [b"HEAD", *[b"a"] * 100, b""]
+
+    asyncio.run(check())
+
+
+def test_stream_whose_parts_are_written_gets_no_ping() -> None:
+    class Writer:
+        last_s = 0.0
+
+    async def check() -> None:
+        client, writer = Client(), Writer()
+
+        async def app(_: Scope, __: Receive, send: Send) -> None:
+            await send(START)
+            writer.last_s = asyncio.get_running_loop().time() + 3600
+            await asyncio.sleep(0.01)
+            await send(part(b"", more=False))
+
+        async def receive() -> Message:
+            return {"type": "http.request"}
+
+        scope: Scope = {"type": "http", "path": "/v1/completions", STREAM_WRITER: writer}
+        await StreamPings(app, interval_s=0.001)(scope, receive, client.send)
+        assert client.sent == [b"HEAD", b""]
 
     asyncio.run(check())
 

@@ -5,7 +5,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from strandline.server.http.stream_writer import STREAM_WRITER, StreamWriter
 
 LOGGER: Final = logging.getLogger("strandline.server")
 
@@ -25,7 +28,14 @@ class HttpProtocol(H11Protocol):
     def __init__(self, *, client_timeout_s: float | None, **options: Any) -> None:
         super().__init__(**options)
         self._client_timeout_s = client_timeout_s
+        self._served, self.app = self.app, self._serve
         self._abort_timer: asyncio.TimerHandle | None = None
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            # The cycle is this request's: h11 gives out no other before the response is complete.
+            scope[STREAM_WRITER] = StreamWriter(self.cycle)
+        await self._served(scope, receive, send)  # type: ignore[arg-type]  # uvicorn's types, not starlette's
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)

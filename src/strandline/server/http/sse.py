@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from strandline.errors import EngineError, RequestError
 from strandline.server.engines.jobs import Job
 from strandline.server.http.error_responses import error_body, status_of
+from strandline.server.http.stream_writer import STREAM_WRITER, StreamWriter
 
 DONE: Final = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST: Final = 499
@@ -34,10 +35,21 @@ class EventStream(StreamingResponse):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._job = job
+        self._events = events
+        self._writer: StreamWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._writer = scope.get(STREAM_WRITER)
         with self._job:
             await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the response, of its parts those directly that can be."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self._events:
+            if self._writer is None or not self._writer.write(part):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _data(body: bytes) -> bytes:

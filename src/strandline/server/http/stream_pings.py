@@ -10,6 +10,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strandline.server.http.error_responses import ANTHROPIC_PATH
+from strandline.server.http.stream_writer import STREAM_WRITER, StreamWriter
 
 COMMENT: Final = b": ping\n\n"
 """A comment, which every reader of server-sent events skips."""
@@ -32,7 +33,7 @@ class StreamPings:
             await self._app(scope, receive, send)
             return
         ping = ANTHROPIC_EVENT if scope["path"].startswith(ANTHROPIC_PATH) else COMMENT
-        response = _PingedResponse(send, ping, self._interval_s)
+        response = _PingedResponse(send, ping, self._interval_s, scope.get(STREAM_WRITER))
         try:
             await self._app(scope, receive, response.send)
         finally:
@@ -40,13 +41,18 @@ class StreamPings:
 
 
 class _PingedResponse:
-    """A response that gets pings between its parts if it is an event stream. Each part holds whole events."""
+    """A response that gets pings between its parts if it is an event stream. Each part holds whole events.
 
-    def __init__(self, send: Send, ping: bytes, interval_s: float) -> None:
+    Args:
+        writer: writes parts that are not sent; None: all are sent.
+    """
+
+    def __init__(self, send: Send, ping: bytes, interval_s: float, writer: StreamWriter | None) -> None:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._ping = ping
         self._interval_s = interval_s
+        self._writer = writer
         self._is_sending = False
         self._last_s = 0.0
         self._pinging: asyncio.Task[None] | None = None
@@ -71,7 +77,8 @@ class _PingedResponse:
 
     async def _ping_when_silent(self) -> None:
         while True:
-            silent_s = self._loop.time() - self._last_s
+            written_s = 0.0 if self._writer is None else self._writer.last_s
+            silent_s = self._loop.time() - max(self._last_s, written_s)
             if self._is_sending:  # a client that does not read gets no pings in addition
                 await asyncio.sleep(self._interval_s)
             elif silent_s < self._interval_s:
