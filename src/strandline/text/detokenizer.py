@@ -51,6 +51,8 @@ class Detokenizer:
         self._call_tag = reasoning.call_tag if reasoning is not None else None
         self._think = ThinkParser.of(reasoning) if reasoning is not None and self._stops else None
         self._token_ids: list[int] = []
+        self._num_shown_tokens = 0
+        """Tokens up to the last one that added text: after it, the text is that of all tokens."""
         self._text = ""
         self._marks: list[int] = []
         """The characters at which a special token opens a tool call, of the text that has not been taken."""
@@ -107,9 +109,13 @@ class Detokenizer:
         piece = self._stream.step(self._backend, token)
         if not piece:
             return None
-        marks = self._call_marks(token, piece)
-        self._marks += [len(self._text) + mark for mark in marks]
+        self._num_shown_tokens = len(self._token_ids)
+        marks = self._call_marks(token, piece) if self._call_tag is not None else []
+        if marks:
+            self._marks += [len(self._text) + mark for mark in marks]
         self._text += piece
+        if not self._stops:
+            return None
         if self._think is not None and not self._is_content_begun(self._think, piece, marks):
             return None
         stop = self._find_stop(self._num_searched) if may_stop else None
@@ -121,6 +127,9 @@ class Detokenizer:
         if self._is_done:
             return
         self._is_done = True
+        rest = self._token_ids[self._num_shown_tokens :]
+        if not self._backend.decode(rest, skip_special_tokens=self._skip_special_tokens):
+            return  # none, or special tokens: the whole need not be decoded again
         whole = self._backend.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
         if len(whole) > len(self._text) and whole.startswith(self._text):
             self._text = whole

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from strandline import LLM, SamplingParams
 from strandline.records.account import Reason
 from strandline.records.events import CoreStats, HandOverStats, KernelFallback, SpeculationStats
-from strandline.server.engines.metrics import RECOMPUTED, Metrics
+from strandline.records.outputs import RequestTimes
+from strandline.server.engines.metrics import ITL_BUCKETS_S, LABELS, RECOMPUTED, Metrics
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana-dashboard.json").read_text())
@@ -187,3 +189,32 @@ def test_snapshots_resident_are_those_that_were_taken_and_not_evicted(bytes_dir:
     after = stats()
     assert 0 < after.num_snapshots <= sum(after.snapshots_taken.values()) - after.num_snapshots_evicted
     assert after.tenant_bytes["slots_evictable"] == after.num_snapshots * llm.engine.core.spec.slab_bytes
+
+
+def test_times_between_tokens_are_exposed_as_prometheus_client_does() -> None:
+    gaps_s = (0.0, ITL_BUCKETS_S[3], 0.0101, 0.3, 7.0)
+    metrics, registry = Metrics("model", num_engines=2), CollectorRegistry()
+    stream, now_s = _Stream(), 100.0
+    metrics.observe(stream, now_s, 1)  # type: ignore[arg-type]
+    wanted = Histogram(
+        "strandline:inter_token_latency_seconds", "Token to token.", LABELS, buckets=ITL_BUCKETS_S, registry=registry
+    )
+    wanted.labels("model", "0")
+    for gap_s in gaps_s:
+        before_s, now_s = now_s, now_s + gap_s
+        metrics.observe(stream, now_s, 1)  # type: ignore[arg-type]
+        wanted.labels("model", "1").observe(now_s - before_s)
+
+    def lines(exposition: bytes) -> set[str]:
+        found = (line for line in exposition.decode().splitlines() if "inter_token_latency" in line)
+        return {line for line in found if "_created{" not in line}
+
+    assert lines(metrics.expose([None, None])) == lines(generate_latest(registry))
+
+
+class _Stream:
+    """A request that gets tokens."""
+
+    request_id = "a"
+    is_finished = False
+    times = RequestTimes(0.0)

@@ -51,6 +51,7 @@ class Chat:
         self._token_name = id_name if body.return_tokens_as_token_ids else text_name
         self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
         self._reasoning_fields = service.reasoning_fields if body.include_reasoning else ()
+        self._reports_usage = body.wants_continuous_usage()
         self._head = {
             "id": f"chatcmpl-{uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -99,7 +100,7 @@ class Chat:
             opening = [] if is_begun else self._opening(delta)
             is_begun = True
             yield opening + [
-                {**self._head, "choices": [choice], **self._usage_so_far(delta, output)}
+                self._chunk(choice, delta, output)
                 for output, parser in zip(delta.outputs, self._parsers, strict=True)
                 for choice in self._choices(output, parser)
             ]
@@ -112,8 +113,7 @@ class Chat:
         for output in delta.outputs:
             opening = {"role": "assistant", "content": ""}
             choice = {"index": output.index, "delta": opening, "logprobs": None, "finish_reason": None}
-            usage = self._usage_so_far(delta, output)
-            chunks.append({**self._head, "choices": [choice], **self._prompt_ids(), **usage})
+            chunks.append({**self._chunk(choice, delta, output), **self._prompt_ids()})
         return chunks
 
     def _choices(self, output: OutputDelta, parser: OutputParser) -> list[Json]:
@@ -161,10 +161,11 @@ class Chat:
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": list(self.job.streams[0].prompt_ids)} if self._body.return_token_ids else {}
 
-    def _usage_so_far(self, delta: RequestDelta, output: OutputDelta) -> Json:
-        if not self._body.wants_continuous_usage():
-            return {}
-        return {"usage": usage_so_far(self.job.streams[0], delta, output)}
+    def _chunk(self, choice: Json, delta: RequestDelta, output: OutputDelta) -> Json:
+        chunk = {**self._head, "choices": [choice]}
+        if self._reports_usage:
+            chunk["usage"] = usage_so_far(self.job.streams[0], delta, output)
+        return chunk
 
     def _usage(self) -> Json:
         return usage(self.job.streams, is_batch=False, with_account=self._body.include_cache_account)

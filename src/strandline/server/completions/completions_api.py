@@ -69,6 +69,7 @@ class Completion:
             "model": service.name_of(body.model),
         }
         self._num_outputs = params.params.n
+        self._reports_usage = body.wants_continuous_usage()
         self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
         self.job = service.client.submit(self._name, prompts, params, salt, transfer)
 
@@ -84,7 +85,7 @@ class Completion:
         shown = [[_Shown() for _ in range(self._num_outputs)] for _ in self.job.streams]
         async for burst in self.job.bursts():
             yield [
-                {**self._head, "choices": [part], **self._usage_so_far(prompt_index, delta, output)}
+                self._chunk(part, prompt_index, delta, output)
                 for prompt_index, delta in burst
                 for output in delta.outputs
                 for part in self._next_parts(prompt_index, output, shown[prompt_index][output.index])
@@ -146,10 +147,11 @@ class Completion:
         first = self._service.tokenizer.decode([stream.prompt_ids[0]]) if entries else ""
         return [(_text(entry), most_likely(entry, num_top)) if entry else (first, None) for entry in entries]
 
-    def _usage_so_far(self, prompt_index: int, delta: RequestDelta, output: OutputDelta) -> Json:
-        if not self._body.wants_continuous_usage():
-            return {}
-        return {"usage": usage_so_far(self.job.streams[prompt_index], delta, output)}
+    def _chunk(self, part: Json, prompt_index: int, delta: RequestDelta, output: OutputDelta) -> Json:
+        chunk = {**self._head, "choices": [part]}
+        if self._reports_usage:
+            chunk["usage"] = usage_so_far(self.job.streams[prompt_index], delta, output)
+        return chunk
 
     def _usage(self) -> Json:
         with_account = self._body.include_cache_account

@@ -4,11 +4,15 @@ Latencies and finished requests are counted here, in the HTTP process; metrics o
 engine on each scrape.
 """
 
+import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from strandline.records.events import CoreStats, HandOverStats, SpeculationStats
 from strandline.text.output_streams import RequestStream
@@ -73,8 +77,9 @@ class Metrics:
             PREFIX + "weight_version_info", text, (*LABELS, "weight_version"), registry=self._registry
         )
         self._registry.register(self._core)
-        families = _RequestFamilies(self._registry)
-        self._engines = [_RequestMetrics(families, model_name, engine) for engine in range(num_engines)]
+        families, gaps = _RequestFamilies(self._registry), _TokenGaps()
+        self._registry.register(gaps)
+        self._engines = [_RequestMetrics(families, gaps, model_name, engine) for engine in range(num_engines)]
 
     def show_weight_version(self, version: str) -> None:
         """Show what the weights in use are called."""
@@ -115,7 +120,6 @@ class _RequestFamilies:
         self.tpot = self._histogram(
             "request_time_per_output_token_seconds", "Per token after the first.", ITL_BUCKETS_S
         )
-        self.itl = self._histogram("inter_token_latency_seconds", "Token to token.", ITL_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
         self.queue = self._histogram("request_queue_time_seconds", "Arrival to first step.", E2E_BUCKETS_S)
         self.prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", E2E_BUCKETS_S)
@@ -130,10 +134,52 @@ class _RequestFamilies:
         return Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self._registry)
 
 
+class _TokenGaps:
+    """The histogram of times between tokens, of all engines.
+
+    One is observed for every token, which takes a ``prometheus_client.Histogram`` several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._created_s = time.time()
+        self._engines: list[tuple[tuple[str, ...], _EngineGaps]] = []
+
+    def labels(self, *values: str) -> "_EngineGaps":
+        """Add an engine."""
+        gaps = _EngineGaps()
+        self._engines.append((values, gaps))
+        return gaps
+
+    def collect(self) -> Iterator[Metric]:
+        name = PREFIX + "inter_token_latency_seconds"
+        family = HistogramMetricFamily(name, "Token to token.", labels=LABELS)
+        for values, gaps in self._engines:
+            counts = zip(map(floatToGoString, (*ITL_BUCKETS_S, float("inf"))), accumulate(gaps.counts), strict=True)
+            family.add_metric(values, [*counts], gaps.sum_s)
+            family.add_sample(name + "_created", dict(zip(LABELS, values, strict=True)), self._created_s)
+        yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+class _EngineGaps:
+    """Times between the tokens of one engine's requests."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(ITL_BUCKETS_S) + 1)
+        """By bucket, the last without a bound."""
+        self.sum_s = 0.0
+
+    def observe(self, gap_s: float) -> None:
+        self.counts[bisect_left(ITL_BUCKETS_S, gap_s)] += 1
+        self.sum_s += gap_s
+
+
 class _RequestMetrics:
     """Metrics of the requests that one engine runs."""
 
-    def __init__(self, families: _RequestFamilies, model_name: str, engine: int) -> None:
+    def __init__(self, families: _RequestFamilies, gaps: _TokenGaps, model_name: str, engine: int) -> None:
         self._labels = labels = model_name, str(engine)
         self._last_token_s: dict[str, float] = {}
         self._finished = families.finished
@@ -143,7 +189,7 @@ class _RequestMetrics:
         self._generation_tokens = families.generation_tokens.labels(*labels)
         self._ttft = families.ttft.labels(*labels)
         self._tpot = families.tpot.labels(*labels)
-        self._itl = families.itl.labels(*labels)
+        self._itl = gaps.labels(*labels)
         self._e2e = families.e2e.labels(*labels)
         self._queue = families.queue.labels(*labels)
         self._prefill = families.prefill.labels(*labels)

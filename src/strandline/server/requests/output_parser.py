@@ -217,7 +217,9 @@ def chat_message(parser: OutputParser, reasoning_fields: Sequence[str]) -> Json:
 def chat_deltas(parser: OutputParser, segments: Iterable[Segment], reasoning_fields: Sequence[str]) -> list[Json]:
     """Return a parser's latest segments as deltas of its message, with reasoning in these fields."""
     segments = list(segments)
-    index = len(parser.calls) - sum(segment.kind is SegmentKind.CALL for segment in segments) - 1
+    index = len(parser.calls) - 1
+    if parser.calls:
+        index -= [segment.kind for segment in segments].count(SegmentKind.CALL)
     found: list[Json] = []
     for kind, text, _ in segments:
         if kind is SegmentKind.CALL:
