@@ -196,6 +196,15 @@ def load(pid: int, port: int, endpoint: str, num_streams: int, num_tokens: int) 
     return cpu_s(pid) - begun_s, num_bytes, num_events
 
 
+def stub_s(log: Callable[[], str]) -> float:
+    """Return the stub's CPU time in the last run, which it logs at the beginning and at the end."""
+    ends: list[float] = []
+    while len(ends) < 2 or len(ends) % 2:
+        time.sleep(0.01)  # the clients may have all before the stub has written its last line
+        ends = [float(line.split()[1]) for line in log().splitlines() if line.startswith("engine: ")]
+    return ends[-1] - ends[-2]
+
+
 def load_generator_s(port: int, num_streams: int, num_tokens: int) -> float:
     """Return the CPU time of ``strandline bench serve`` that asks for all streams at once."""
     command = [sys.executable, "-m", "strandline", "bench", "serve", "--port", str(port), "--disable-tqdm"]
@@ -234,8 +243,7 @@ def measure() -> None:
             for endpoint in options.endpoint:
                 used_s, num_bytes, num_events = load(pid, port, endpoint, options.streams, options.tokens)
                 num_tokens = options.streams * (options.tokens - 1)
-                ends = [float(line.split()[1]) for line in log().splitlines() if line.startswith("engine: ")]
-                engine_us = 1e6 * (ends[-1] - ends[-2]) / (options.streams * options.tokens)
+                engine_us = 1e6 * stub_s(log) / (options.streams * options.tokens)
                 print(
                     f"{endpoint}: {1e6 * used_s / num_tokens:.1f} us per token, {1e6 * used_s / num_events:.1f} us per "
                     f"event, {num_bytes / num_tokens:.0f} bytes per token; the stub {engine_us:.1f} us",

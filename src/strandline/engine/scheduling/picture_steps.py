@@ -94,11 +94,13 @@ class PictureSteps:
                 asked.add(span.digest)
                 self._missing[span.digest] = None
 
-    def complete(self, sequences: Sequence[SequencePlan]) -> list[SequencePlan]:
+    def complete(self, sequences: list[SequencePlan]) -> list[SequencePlan]:
         """Return sequences with what is said of their pictures; ask for those that the step's requests lack."""
         if self._missing:
             missing, self._missing = [*self._missing], {}
             self.ask(missing)
+        if not self._requests:
+            return sequences
         return [self._completed(each) if each.request_id in self._requests else each for each in sequences]
 
     def _completed(self, plan: SequencePlan) -> SequencePlan:

@@ -35,7 +35,7 @@ class HttpProtocol(H11Protocol):
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             # The cycle is this request's: h11 gives out no other before the response is complete.
             scope[STREAM_WRITER] = StreamWriter(self.cycle)
-        await self._served(scope, receive, send)  # type: ignore[arg-type]  # uvicorn's types, not starlette's
+        await self._served(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
