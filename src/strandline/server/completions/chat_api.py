@@ -162,7 +162,7 @@ class Chat:
         return {"prompt_token_ids": list(self.job.streams[0].prompt_ids)} if self._body.return_token_ids else {}
 
     def _chunk(self, choice: Json, delta: RequestDelta, output: OutputDelta) -> Json:
-        chunk = {**self._head, "choices": [choice]}
+        chunk: Json = {**self._head, "choices": [choice]}
         if self._reports_usage:
             chunk["usage"] = usage_so_far(self.job.streams[0], delta, output)
         return chunk

@@ -148,7 +148,7 @@ class Completion:
         return [(_text(entry), most_likely(entry, num_top)) if entry else (first, None) for entry in entries]
 
     def _chunk(self, part: Json, prompt_index: int, delta: RequestDelta, output: OutputDelta) -> Json:
-        chunk = {**self._head, "choices": [part]}
+        chunk: Json = {**self._head, "choices": [part]}
         if self._reports_usage:
             chunk["usage"] = usage_so_far(self.job.streams[prompt_index], delta, output)
         return chunk
