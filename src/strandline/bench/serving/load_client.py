@@ -138,7 +138,10 @@ class ServerUnderLoad:
         last_s = answer.start_s
         texts: list[str] = []
         is_done = num_pieces = 0
-        async for data in _events(response.aiter_raw()):
+        stream = response.stream
+        assert isinstance(stream, httpx.AsyncByteStream)
+        # Not by ``aiter_raw``, which takes a fifth of the CPU time of a token, and does nothing that is needed here.
+        async for data in _events(aiter(stream)):
             now_s = self._clock()
             if data == b"[DONE]":
                 is_done = True
