@@ -73,6 +73,7 @@ MODELS: Final = {
             "num_key_value_heads": 8,
         },
     ),
+    "Inkling2ForCausalLM": Model("Inkling 2, transformers' default"),
     "InklingForCausalLM": Model("Inkling, transformers' default"),
     "JambaForCausalLM": Model("Jamba-v0.1"),
     "KimiLinearForCausalLM": benchmark("Kimi-Linear-48B-A3B", "kimi-linear-48b-a3b"),
@@ -143,6 +144,7 @@ SIZES: Final = {
     "Glm5NextForConditionalGeneration": (154_880, 4096, 12_288, 45, 64),
     "GptOssForCausalLM": (201_088, 2880, 2880, 36, 64),
     "GraniteMoeHybridForCausalLM": (32_000, 4096, 11_008, 32, 32),
+    "Inkling2ForCausalLM": (201_024, 4608, None, 48, 48),
     "InklingForCausalLM": (201_024, 6144, 24_576, 66, 64),
     "JambaForCausalLM": (65_536, 4096, 14_336, 32, 32),
     "LaraMiniForCausalLM": (151_936, 1024, None, 34, 16),
@@ -198,6 +200,7 @@ class Family:
 
 DENSE_OR_MOE, MOE = "attention; dense or MoE", "attention; MoE"
 TEXT_OF_VISION = "Qwen3.5; reads [pictures](pictures.md)"
+CLIPPED = "gated relative attention with sinks, in most layers with a window; MoE"
 RELATIVE, BEHIND_PARTS = "relative attention, in most layers with a window; dense or MoE", " and behind all parts"
 WINDOWED = "attention, in most layers with a window"
 GATED = "attention with a gate for each head, in every other layer with a window"
@@ -215,6 +218,8 @@ FAMILIES: Final = {
     ),
     "GptOssForCausalLM": Family("gpt-oss", "attention with sinks, in every other layer with a window; MoE"),
     "GraniteMoeHybridForCausalLM": Family("Granite 4", DENSE_OR_MOE),
+    "Inkling2ForCausalLM": Family("Inkling 2, text only", CLIPPED, BEHIND_PARTS),
+    "Inkling2ForConditionalGeneration": Family("Inkling 2; images are not taken", CLIPPED, BEHIND_PARTS),
     "InklingForCausalLM": Family("Inkling, text only", RELATIVE, BEHIND_PARTS),
     "InklingForConditionalGeneration": Family("Inkling; images and audio are not taken", RELATIVE, BEHIND_PARTS),
     "InternS2PreviewForConditionalGeneration": Family("Intern-S2; images and time series are not taken", MOE),

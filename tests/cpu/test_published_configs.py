@@ -391,6 +391,23 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "inkling": ("InklingForCausalLM", "inkling_text", INKLING),
+    "inkling2": ("Inkling2ForCausalLM", "inkling2_text", {**INKLING, "vocab_size": 201_024}),
+    "inkling2-published": (
+        "Inkling2ForConditionalGeneration",
+        "inkling2",
+        {
+            NESTED: {
+                **INKLING,
+                "sconv_kernel_size": 3,
+                "model_max_length": 4096,
+                "intermediate_size": 48,
+                "unpadded_vocab_size": 500,
+                "sliding_window": 96,
+                "routed_scaling_factor": 2.0,
+            },
+            "vision_config": {"text_hidden_size": 2048},
+        },
+    ),
     "inkling-published": (
         "InklingForConditionalGeneration",
         "inkling_mm_model",

@@ -11,6 +11,7 @@ from strandline.architectures.glm5_next import GLM5_NEXT
 from strandline.architectures.gpt_oss import GPT_OSS
 from strandline.architectures.granite_hybrid import GRANITE_HYBRID
 from strandline.architectures.inkling import INKLING
+from strandline.architectures.inkling2 import INKLING2
 from strandline.architectures.jamba import JAMBA
 from strandline.architectures.kimi_linear import KIMI_LINEAR
 from strandline.architectures.lara_mini import LARA_MINI
@@ -39,6 +40,8 @@ SUPPORTED: Final[dict[str, Architecture]] = {
     "Glm5NextForConditionalGeneration": GLM5_NEXT,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+    "Inkling2ForCausalLM": INKLING2,
+    "Inkling2ForConditionalGeneration": INKLING2,
     "InklingForCausalLM": INKLING,
     "InklingForConditionalGeneration": INKLING,
     "InternS2PreviewForConditionalGeneration": INTERN_S2,

@@ -13,23 +13,21 @@ Shape suffixes: T tokens of the step, E hidden size, X experts, F intermediate s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
-from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.recurrences.replay import ReplayLog
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
-from strandline.models.layers.decoder import Decoder, DecoderLayer
+from strandline.models.layers.convolution import MAX_TAPS
+from strandline.models.layers.convolved_layer import ConvolvedLayer, ConvolvedLayerMemory, convolutions_of_parts
+from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows, alternating
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.protocol import ModelMemory
@@ -39,7 +37,6 @@ from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidM
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, interleaved, renamed, spanned, whole
-from strandline.specs import LayerSpec
 
 SLIDING: Final = "hybrid_sliding"
 LAYER_TYPES: Final = (SLIDING, "hybrid")
@@ -118,20 +115,8 @@ class SharedRouterMoe(SigmoidMoe):
         return self.experts.rows(range(num_routed)), self.experts.rows(range(num_routed, self.bias_X.numel()))
 
 
-@dataclass(frozen=True, slots=True)
-class ConvolvedLayerMemory:
-    """What the parts of a layer keep, as they take it."""
-
-    mixer: Any
-    mixer_window: tuple[Tensor, ReplayLog]
-    mlp_window: tuple[Tensor, ReplayLog]
-
-
-class ConvolvedLayer(DecoderLayer[RelativeAttention, GatedMlp | SharedRouterMoe]):
-    """Attention, then a feed-forward part, which is scaled; what each adds to the stream is convolved over time.
-
-    Every rank convolves what all ranks together add.
-    """
+class PreNormLayer(ConvolvedLayer[RelativeAttention, GatedMlp | SharedRouterMoe]):
+    """Attention, then a feed-forward part, which is scaled; what each adds to the stream is convolved over time."""
 
     def __init__(
         self,
@@ -142,32 +127,9 @@ class ConvolvedLayer(DecoderLayer[RelativeAttention, GatedMlp | SharedRouterMoe]
         num_taps: int,
         site: Site,
     ) -> None:
-        super().__init__(mixer, mlp, PreNorm(norm, hidden_size, site), PreNorm(norm, hidden_size, site))
+        residuals = PreNorm(norm, hidden_size, site), PreNorm(norm, hidden_size, site)
+        super().__init__(mixer, mlp, residuals, convolutions_of_parts(hidden_size, num_taps, site))
         self.mlp_scale = site.gain(1)
-        self.mixer_conv, self.mlp_conv = (
-            ResidualConvolution(name, hidden_size, num_taps, site) for name in ("mixer_window", "mlp_window")
-        )
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
-        self._sum = kernels.ranks.sum
-
-    @property
-    def spec(self) -> LayerSpec:
-        spec, convolutions = super().spec, (self.mixer_conv, self.mlp_conv)
-        states, logged = zip(*((conv.window, conv.logged) for conv in convolutions), strict=True)
-        return replace(spec, states=(*spec.states, *states), replay=(*spec.replay, *logged))
-
-    def bind(self, memory: LayerMemory) -> ConvolvedLayerMemory:
-        """Return the layer's memory as ``forward`` takes it."""
-        return ConvolvedLayerMemory(super().bind(memory), self.mixer_conv.bind(memory), self.mlp_conv.bind(memory))
-
-    def replay(self, batch: StepBatch, memory: ConvolvedLayerMemory) -> None:
-        """Advance the windows over logged tokens alone."""
-        super().replay(batch, memory.mixer)
-        self.mixer_conv.replay(batch, *memory.mixer_window)
-        self.mlp_conv.replay(batch, *memory.mlp_window)
 
     def forward(self, stream: Stream, step: Step, memory: ConvolvedLayerMemory) -> Stream:
         """Return the residual stream after the layer."""
@@ -196,7 +158,7 @@ class NormedDecoder(Decoder):
 
     def __init__(
         self,
-        layers: Sequence[ConvolvedLayer],
+        layers: Sequence[PreNormLayer],
         norm: ResidualNorm,
         shape: tuple[int, int],
         num_published: int,
@@ -252,8 +214,8 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
     max_position = read_max_position(fields)
     divisor = fields.number("logits_mup_width_multiplier", at_least=1e-6, at_most=1e6)
 
-    def build_layer(kind: str, mlp_type: str) -> ConvolvedLayer:
-        return ConvolvedLayer(
+    def build_layer(kind: str, mlp_type: str) -> PreNormLayer:
+        return PreNormLayer(
             RelativeAttention(attention[kind], site),
             GatedMlp(mlp, site) if mlp_type == DENSE else SharedRouterMoe(moe, num_shared, site),
             norm,
@@ -280,7 +242,7 @@ def _read_moe(fields: Fields) -> tuple[SigmoidMoeConfig, int]:
     return SigmoidMoeConfig(fields.size("hidden_size"), size, 0, num_experts, routing, has_bias=True), num_shared
 
 
-def _published(decoder: Decoder, layers: Sequence[ConvolvedLayer], names: frozenset[str]) -> NamedTargets:
+def _published(decoder: Decoder, layers: Sequence[PreNormLayer], names: frozenset[str]) -> NamedTargets:
     """Yield the tensors as published, or, of the text part alone, as transformers names them."""
     if not any(name.startswith(PUBLISHED) for name in names):
         yield from _targets(decoder, layers, "model.", names)
@@ -289,7 +251,7 @@ def _published(decoder: Decoder, layers: Sequence[ConvolvedLayer], names: frozen
         yield f"{PUBLISHED}{name}" if name.startswith("unembed.") else name.replace(".conv1d.", "."), target
 
 
-def _targets(decoder: Decoder, layers: Sequence[ConvolvedLayer], prefix: str, names: frozenset[str]) -> NamedTargets:
+def _targets(decoder: Decoder, layers: Sequence[PreNormLayer], prefix: str, names: frozenset[str]) -> NamedTargets:
     yield from decoder.targets(prefix, names)
     for index, layer in enumerate(layers):
         of_layer = f"{prefix}layers.{index}."

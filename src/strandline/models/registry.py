@@ -12,6 +12,7 @@ from strandline.models.glm5_next import build_glm5_next
 from strandline.models.gpt_oss import build_gpt_oss
 from strandline.models.granite_hybrid import build_granite_hybrid
 from strandline.models.inkling import build_inkling
+from strandline.models.inkling2 import build_inkling2
 from strandline.models.jamba import build_jamba
 from strandline.models.kimi_linear import build_kimi_linear
 from strandline.models.lara_mini import build_lara_mini
@@ -54,6 +55,8 @@ ARCHITECTURES: dict[str, Builder] = {
     "Glm5NextForConditionalGeneration": build_glm5_next,
     "GptOssForCausalLM": build_gpt_oss,
     "GraniteMoeHybridForCausalLM": build_granite_hybrid,
+    "Inkling2ForCausalLM": build_inkling2,
+    "Inkling2ForConditionalGeneration": build_inkling2,
     "InklingForCausalLM": build_inkling,
     "InklingForConditionalGeneration": build_inkling,
     "InternS2PreviewForConditionalGeneration": build_qwen3_5,

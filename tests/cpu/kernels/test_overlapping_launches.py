@@ -167,7 +167,16 @@ def watch_steps(name: str, form: str, directory: Path, monkeypatch: pytest.Monke
         # Most of their kernels are those of the others.
         *(
             pytest.param(name, "dense", marks=pytest.mark.long)
-            for name in ("gpt_oss", "recurrent_gemma", "minimax", "zaya", "glm5_next", "inkling", "qwen4_exp")
+            for name in (
+                "gpt_oss",
+                "recurrent_gemma",
+                "minimax",
+                "zaya",
+                "glm5_next",
+                "inkling",
+                "inkling2",
+                "qwen4_exp",
+            )
         ),
         *(pytest.param("qwen3_5_moe", form, marks=pytest.mark.long) for form in ("dense", "compressed", "modelopt")),
     ],

@@ -47,6 +47,7 @@ FOUR_BIT_TOLERANCE = 5e-4
         ("kimi_linear", True),
         ("nemotron_h", False),
         ("gpt_oss", False),
+        ("inkling2", False),
         # Their kernels are those of others; the interpreter takes long.
         pytest.param("glm5_next", False, marks=pytest.mark.long),
         pytest.param("inkling", False, marks=pytest.mark.long),

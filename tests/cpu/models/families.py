@@ -76,6 +76,8 @@ LaraMiniConfig = since_5_24("LaraMiniConfig")
 Lfm3Config = since_5_24("Lfm3Config")
 Lfm3VlConfig = since_5_24("Lfm3VlConfig")
 MiniCPMV4_7Config = since_5_24("MiniCPMV4_7Config")
+Inkling2Config = since_5_24("Inkling2Config")
+Inkling2TextConfig = since_5_24("Inkling2TextConfig")
 
 
 class PuzzleConfig(NemotronHConfig):  # type: ignore[misc]
@@ -559,6 +561,49 @@ INKLING_TOWERS: dict[str, Any] = {
     "audio_config": {"n_mel_bins": 2, "mel_vocab_size": 4},
 }
 
+INKLING2: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "unpadded_vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 20,
+    "d_rel": 6,
+    "rel_extent": 50,
+    "log_scaling_n_floor": 30,
+    "qk_l2_clip_threshold": 2.0,
+    "rel_l2_clip_threshold": 2.5,
+    "n_layers_per_attn_res_block": 2,
+    "mlp_gate_softcap": 2.0,
+    "mlp_up_softcap": 3.0,
+    "final_logit_softcapping": 20.0,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 3,
+    "route_scale": 1.0,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+INKLING2_VISION: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "posemb_grid_size": 4,
+        "projection_hidden_dim": 8,
+        "text_hidden_size": 32,
+    },
+}
+
 MROPE = rope(0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
 
 
@@ -996,6 +1041,28 @@ CONFIGS: dict[str, Family] = {
         shards=(2,),
         is_quantized=True,
     ),
+    "inkling2": Family("Inkling2ForCausalLM", Inkling2TextConfig, INKLING2, shards=(2, 4), is_altered=True),
+    "inkling2-odd": Family(
+        "Inkling2ForCausalLM",
+        Inkling2TextConfig,
+        {
+            **INKLING2,
+            "vocab_size": VOCAB_SIZE + 5,
+            "num_hidden_layers": 3,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "swa_head_dim": 16,
+            "sliding_window_size": 70,
+            "conv_kernel_size": 3,
+            "n_layers_per_attn_res_block": 1,
+        },
+    ),
+    "inkling2-vision": Family(
+        "Inkling2ForConditionalGeneration",
+        Inkling2Config,
+        {"text_config": {**INKLING2, "num_experts_per_tok": 4}, **INKLING2_VISION},
+    ),
     "gemma3": Family("Gemma3ForCausalLM", Gemma3TextConfig, GEMMA3, shards=(2, 4), is_altered=True, is_quantized=True),
     "gemma3-odd": Family(
         "Gemma3ForCausalLM",
@@ -1223,7 +1290,11 @@ def random_model(config: Any, seed: int) -> Any:
             layer.mixer = NemotronHMoE(own)
     model = model.eval().requires_grad_(False)
     for parameter_name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and not parameter_name.endswith("A_log"):
+        if parameter_name.endswith("input.query"):
+            parameter.normal_(0, 0.6)
+        elif parameter_name.endswith("norm.scale"):
+            parameter.normal_(1, 0.3)
+        elif parameter.dim() > 1 and not parameter_name.endswith("A_log"):
             scale = 1 if "embed" in parameter_name else 0.8 * parameter.shape[-1] ** -0.5
             parameter.normal_(0, scale)
         elif parameter_name.endswith(("norm.weight", "norm_f.weight", "bias", ".D", "A_log", "s_scale", "l_scale")):

@@ -162,7 +162,7 @@ def test_a_wrong_tensor_anywhere_shows_in_the_logits(name: str, tmp_path: Any) -
         right = parameter.clone()
         if not right.any():
             continue  # a part that the family does not have
-        parameter.copy_(right.roll(1, 0) if right.numel() > 1 else 2 * right)
+        parameter.copy_(right.roll(1, 0 if len(right) > 1 else -1) if right.numel() > 1 else 2 * right)
         (logits,), _ = Driver(model).step([Part(Running(), tokens)])
         parameter.copy_(right)
         assert float((logits - oracle_logits(name, tokens)).abs().max()) > 10 * TOLERANCE, parameter_name

@@ -38,7 +38,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from math import e, log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -249,9 +249,11 @@ def _end_of_far(relative, position, first_tile, last_tile, BLOCK_K: tl.constexpr
 
 
 @triton.jit
-def _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, has_sink_M):
+def _add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, has_sink_M):
     """Take in the score of each row's head that no value belongs to."""
-    sink_M = tl.load(sinks_ptr + head_M, mask=has_sink_M, other=float("-inf")) * LOG2_E
+    sinks_ptr, stride_row = sinks
+    sink_M = tl.load(sinks_ptr + row_M * stride_row + head_M, mask=has_sink_M, other=float("-inf"))
+    sink_M = sink_M.to(tl.float32) * LOG2_E
     new_max_M = tl.maximum(max_M, sink_M)
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     decay_M = tl.exp2(max_M - base_M)
@@ -269,7 +271,7 @@ def _decode_kernel(
     v_ptr,
     table_ptr,
     context_len_ptr,
-    sinks_ptr,
+    sinks,
     relative,
     out_ptr,
     partial_ptr,
@@ -348,8 +350,9 @@ def _decode_kernel(
         PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, BLOCK_K, True, IS_WINDOWED, True, PRECISION,
     )
     # fmt: on
-    if sinks_ptr is not None:
-        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, is_row_M & (split == 0))
+    if sinks is not None:
+        row_M = sequence + tl.zeros([BLOCK_M], dtype=tl.int64)
+        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, is_row_M & (split == 0))
     store_rows(
         acc_MD,
         max_M,
@@ -404,7 +407,7 @@ def _prefill_kernel(
     table_ptr,
     query_start_ptr,
     context_len_ptr,
-    sinks_ptr,
+    sinks,
     relative,
     out_ptr,
     partial_ptr,
@@ -531,8 +534,8 @@ def _prefill_kernel(
         position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block, stride_row,
         PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, True, IS_WINDOWED, False, PRECISION,
     )
-    if sinks_ptr is not None:
-        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks_ptr, head_M, is_row_M & (split == 0))
+    if sinks is not None:
+        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, is_row_M & (split == 0))
     store_rows(
         acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
         v_scale, NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
@@ -596,12 +599,11 @@ class _Call(NamedTuple):
         return next_power_of_2(tile.keys + cdiv(tile.rows - 1, self.group))
 
     @property
-    def relative_arguments(self) -> tuple[Any, ...] | None:
-        """The kernels' argument for relative attention."""
-        if self.relative is None:
-            return None
-        mix_THC, profiles_CX = self.relative
-        return mix_THC, mix_THC.stride(0), mix_THC.stride(1), profiles_CX, profiles_CX.shape[1]
+    def sinks(self) -> tuple[Tensor, int] | None:
+        """The kernels' argument for sinks: scores, and how far those of two rows lie apart."""
+        if self.relative is not None and self.relative.sinks_TH is not None:
+            return self.relative.sinks_TH, self.relative.sinks_TH.stride(0)
+        return None if self.memory.sinks_H is None else (self.memory.sinks_H, 0)
 
     @property
     def profile_sizes(self) -> dict[str, int]:
@@ -611,9 +613,9 @@ class _Call(NamedTuple):
 
     def parts(self) -> "Iterator[_Call]":
         """Yield a call for each part of the step."""
-        rows = (self.q_THD, self.out_THD, *(() if self.relative is None else self.relative[:1]))
-        for q_THD, out_THD, *mix_THC, part in parts_of(self.batch, *rows):
-            relative = self.relative and self.relative._replace(mix_THC=mix_THC[0])
+        by_row = {} if self.relative is None else self.relative.rows
+        for q_THD, out_THD, *others, part in parts_of(self.batch, self.q_THD, self.out_THD, *by_row.values()):
+            relative = self.relative and self.relative._replace(**dict(zip(by_row, others, strict=True)))
             yield self._replace(q_THD=q_THD, out_THD=out_THD, batch=part, relative=relative)
 
 
@@ -699,8 +701,8 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         memory.v_BPGD,
         batch.block_table_NM,
         batch.context_lens_N,
-        memory.sinks_H,
-        call.relative_arguments,
+        call.sinks,
+        call.relative and call.relative.arguments,
         out_THD,
         partial,
         lse,
@@ -862,8 +864,8 @@ def _launch_prefills(
         batch.block_table_NM,
         batch.query_starts_N1,
         batch.context_lens_N,
-        memory.sinks_H,
-        call.relative_arguments,
+        call.sinks,
+        call.relative and call.relative.arguments,
         out_THD,
         *partials,
         call.scale_log2,

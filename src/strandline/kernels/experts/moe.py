@@ -38,11 +38,13 @@ class Activation(NamedTuple):
     """What a gated operation clamps to; None: nothing is clamped."""
     slope: float | None = None
     """Factor in a gated operation's sigmoid, where it takes one."""
+    up_limit: float | None = None
+    """What a gated operation clamps the up projection to, where it takes another limit for it."""
 
     @property
     def reference(self) -> Callable[[Tensor], Tensor]:
         """The reference implementation."""
-        options = {"limit": self.limit, "slope": self.slope}
+        options = {"limit": self.limit, "slope": self.slope, "up_limit": self.up_limit}
         given = {name: value for name, value in options.items() if value is not None}
         return partial(self.operation.reference, **given) if given else self.operation.reference
 

@@ -35,6 +35,19 @@ def biased_swiglu(gate_up: Tensor, limit: float, slope: float) -> Tensor:
     return (gate * (slope * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
 
 
+@operation()
+def capped_swiglu(gate_up: Tensor, limit: float, up_limit: float) -> Tensor:
+    """Return ``cap(gate) * sigmoid(gate) * cap(up)`` of ``[..., 2 F]``, in float32 and rounded once.
+
+    Args:
+        limit: that ``limit * tanh(gate / limit)`` approaches.
+        up_limit: the same of the up projection.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    capped = (gate / limit).tanh().mul_(limit)
+    return (capped * gate.sigmoid() * (up / up_limit).tanh().mul_(up_limit)).to(gate_up.dtype)
+
+
 @operation(triton("rowwise.activation_triton"))
 def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     """Return ``x * sigmoid(gate)``, the sigmoid rounded to its input's dtype; ``x_TO`` is overwritten."""

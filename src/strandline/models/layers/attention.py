@@ -116,12 +116,15 @@ class Attention(nn.Module):
     Args:
         site: the shard divides the heads; several shards hold the same key/value heads if there are fewer of these.
         is_gated: whether the input projection has gate rows after the values, as many as for queries.
+        num_in_rows: rows of the input projection, where it has others.
     """
 
     recurrence = None
     operations: tuple[Operation[..., Any], ...] = (prepare_qkv, paged_attention)
 
-    def __init__(self, config: AttentionConfig, site: Site, *, is_gated: bool = False) -> None:
+    def __init__(
+        self, config: AttentionConfig, site: Site, *, is_gated: bool = False, num_in_rows: int | None = None
+    ) -> None:
         super().__init__()
         self.shard, self.kv_shard = site.shard, site.shard.shared(config.num_kv_heads, KV_HEADS)
         self.config = config = config.of(site.shard)
@@ -131,7 +134,8 @@ class Attention(nn.Module):
         query_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.sizes = [query_rows, kv_rows, kv_rows, query_rows if is_gated else 0]
         input_size = hidden_size if config.input_size is None else config.input_size
-        self.in_proj = Projection(sum(self.sizes), input_size, site, has_bias=config.has_bias)
+        num_in_rows = sum(self.sizes) if num_in_rows is None else num_in_rows
+        self.in_proj = Projection(num_in_rows, input_size, site, has_bias=config.has_bias)
         """Rows: query, key, value, gate."""
         has_out_bias = config.has_bias if config.has_out_bias is None else config.has_out_bias
         self.out_proj = SummedProjection(hidden_size, query_rows, site, has_bias=has_out_bias)

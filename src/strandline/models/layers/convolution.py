@@ -142,10 +142,15 @@ class ComposedConvolution(CausalConvolution):
 
 
 class ResidualConvolution(ComposedConvolution):
-    """A convolution whose inputs are added to its results; the filter is float32, whatever the inputs are."""
+    """A convolution whose inputs are added to its results; the filter is float32, whatever the inputs are.
 
-    def __init__(self, name: str, num_channels: int, num_taps: int, site: Site) -> None:
+    Args:
+        scale: multiplies the sum.
+    """
+
+    def __init__(self, name: str, num_channels: int, num_taps: int, site: Site, *, scale: float = 1.0) -> None:
         super().__init__(name, num_channels, num_taps, site)
+        self.scale = scale
         self.register_buffer("weight_CW", self.weight_CW.float(), persistent=False)
         self.taps_CW = site.parameter(num_channels, num_taps, dtype=torch.float32)
 
@@ -154,3 +159,27 @@ class ResidualConvolution(ComposedConvolution):
         super().use_kernels(kernels)
         self.weight_CW.copy_(self.taps_CW)
         self.weight_CW[:, -1] += 1.0
+        self.weight_CW.mul_(self.scale)
+
+
+class Delays(ComposedConvolution):
+    """The inputs of the last tokens before each token: one token before it, and so on, side by side.
+
+    Args:
+        num_channels: of the inputs.
+        num_taps: one more than there are delays.
+    """
+
+    def __init__(self, name: str, num_channels: int, num_taps: int, site: Site) -> None:
+        super().__init__(name, (num_taps - 1) * num_channels, num_taps, site)
+        self.num_delays = num_taps - 1
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        for index, filter_CW in enumerate(self.weight_CW.chunk(self.num_delays)):
+            filter_CW[:, -2 - index] = 1.0
+
+    def delayed(self, x_TC: Tensor, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> tuple[Tensor, ...]:
+        """Return the inputs of the token before each of the step's tokens, of the one before that, and so on."""
+        return self.convolve(x_TC.repeat(1, self.num_delays), batch, window_SRC, log).chunk(self.num_delays, dim=-1)

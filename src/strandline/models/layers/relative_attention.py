@@ -140,7 +140,7 @@ class RelativeAttention(Attention):
         mix_in_TE = hidden_TE if self.mix_proj.takes_quantized else plain_rows(hidden_TE)
         mix_THC = self.mix_proj.multiply(mix_in_TE).unflatten(-1, (self.config.num_heads, -1))
         if self.relative.log_scaling is not None:
-            factor_T11 = _score_factors(step.batch.positions_T, self.relative.log_scaling).view(-1, 1, 1)
+            factor_T11 = score_factors(step.batch.positions_T, self.relative.log_scaling).view(-1, 1, 1)
             q_THD, mix_THC = ((x * factor_T11).to(x.dtype) for x in (q_THD, mix_THC))
         out_THD = self._attend_relative(
             q_THD,
@@ -163,7 +163,7 @@ class RelativeAttention(Attention):
             yield f"{prefix}{name}_sconv.conv1d.weight", sharded(part, self.kv_shard)
 
 
-def _score_factors(positions_T: Tensor, scaling: LogScaling) -> Tensor:
+def score_factors(positions_T: Tensor, scaling: LogScaling) -> Tensor:
     """Return what the scores of queries at these positions are multiplied by, in float32."""
     excess_T = ((positions_T + 1).float() / scaling.floor_tokens).clamp_min(1.0)
     return excess_T.log_().mul_(scaling.alpha).add_(1.0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.experts.moe import SWIGLU, SharedExpert, SharedOutput
+from strandline.kernels.experts.moe import SWIGLU, Activation, SharedExpert, SharedOutput
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import (
     LINEAR_OPERATIONS,
@@ -51,12 +51,14 @@ class SigmoidMoeConfig:
     """None: the router computes in the dtype of activations."""
     limit: float | None = None
     """Gates and up projections of all experts are clamped to it; None: they are not."""
+    activation: Activation | None = None
+    """What experts that are not shared compute instead of the clamped unit; None: that."""
 
     @property
     def experts(self) -> ExpertsConfig:
         """Sizes of the experts."""
         sizes = (self.num_experts, self.hidden_size, self.size)
-        return ExpertsConfig(*sizes, self.routing, SWIGLU._replace(limit=self.limit))
+        return ExpertsConfig(*sizes, self.routing, self.activation or SWIGLU._replace(limit=self.limit))
 
     @property
     def shared(self) -> GatedMlpConfig:

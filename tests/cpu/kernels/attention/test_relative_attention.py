@@ -21,17 +21,17 @@ TOLERANCE = 2e-6
 """Sums of at most some 100 products of numbers around 1, divided by their own scale."""
 
 Tokens = tuple[Tensor, ...]
-"""Queries, factors of profiles, keys and values of some tokens."""
+"""Queries, factors of profiles, keys, values and sinks of some tokens."""
 
 
 def random_tokens(count: int) -> Tokens:
-    shapes = ((NUM_HEADS, HEAD_DIM), (NUM_HEADS, NUM_PROFILES), *[(NUM_KV_HEADS, HEAD_DIM)] * 2)
+    shapes = ((NUM_HEADS, HEAD_DIM), (NUM_HEADS, NUM_PROFILES), *[(NUM_KV_HEADS, HEAD_DIM)] * 2, (NUM_HEADS,))
     return tuple(torch.randn(count, *shape) for shape in shapes)
 
 
-def by_definition(tokens: Tokens, profiles_CX: Tensor, window_tokens: int | None) -> Tensor:
+def by_definition(tokens: Tokens, profiles_CX: Tensor, window_tokens: int | None, *, has_sinks: bool) -> Tensor:
     """Return the output of one whole sequence, score by score."""
-    q_THD, mix_THC, k_TGD, v_TGD = tokens
+    q_THD, mix_THC, k_TGD, v_TGD, sinks_TH = tokens
     k_THD, v_THD = (x.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1) for x in (k_TGD, v_TGD))
     out = []
     for t in range(len(q_THD)):
@@ -39,7 +39,9 @@ def by_definition(tokens: Tokens, profiles_CX: Tensor, window_tokens: int | None
         score_LH = (q_THD[t] * k_THD[first : t + 1]).sum(-1) * SCALE
         for distance in range(min(t + 1 - first, profiles_CX.shape[1])):
             score_LH[t - distance - first] += mix_THC[t] @ profiles_CX[:, distance]
-        out.append((score_LH.softmax(0).unsqueeze(-1) * v_THD[first : t + 1]).sum(0))
+        if has_sinks:
+            score_LH = torch.cat((score_LH, sinks_TH[None, t]))
+        out.append((score_LH.softmax(0)[: t + 1 - first].unsqueeze(-1) * v_THD[first : t + 1]).sum(0))
     return torch.stack(out)
 
 
@@ -48,27 +50,29 @@ def by_definition(tokens: Tokens, profiles_CX: Tensor, window_tokens: int | None
 def test_steps_of_any_size_equal_the_definition(
     bounds: list[int], num_distances: int, window_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_sinks = num_distances in (20, 30)
     monkeypatch.setattr(relative_attention_module, "MAX_SCORES", 3000)  # a few queries at a time
     both, profiles_CX = (random_tokens(100), random_tokens(70)), torch.randn(NUM_PROFILES, num_distances)
-    expected = [by_definition(tokens, profiles_CX, window_tokens) for tokens in both]
+    expected = [by_definition(tokens, profiles_CX, window_tokens, has_sinks=has_sinks) for tokens in both]
     memory = KVMemory(*torch.full((2, 10, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM), torch.nan))
     start = 0
     for end in bounds:
         ranges = [(start, end), (0, 70)]
-        q, mix, k, v = (
+        q, mix, k, v, sinks = (
             torch.cat([x[slice(*rows)] for x, rows in zip(xs, ranges, strict=True)]) for xs in zip(*both, strict=True)
         )
         batch = make_batch(TABLES, ranges)
         write_kv(k, v, memory, batch)
         options = {"scale": SCALE, "window_tokens": window_tokens}
-        out_THD = relative_attention.reference(q, RelativeScores(mix, profiles_CX), memory, batch, 0, **options)
+        relative = RelativeScores(mix, profiles_CX, sinks if has_sinks else None)
+        out_THD = relative_attention.reference(q, relative, memory, batch, 0, **options)
         wanted = torch.cat([whole[slice(*rows)] for whole, rows in zip(expected, ranges, strict=True)])
         torch.testing.assert_close(out_THD, wanted, rtol=0, atol=TOLERANCE)
         start = end
 
 
 def test_scales_multiply_stored_keys_and_values() -> None:
-    (q, mix, _, _), profiles_CX, batch = random_tokens(70), torch.randn(NUM_PROFILES, 30), make_batch(TABLES, [(0, 70)])
+    (q, mix, *_), profiles_CX, batch = random_tokens(70), torch.randn(NUM_PROFILES, 30), make_batch(TABLES, [(0, 70)])
     k, v = torch.randn(2, 10, BLOCK_TOKENS, NUM_KV_HEADS, HEAD_DIM).to(torch.float8_e4m3fn)
     memories = KVMemory(k, v, 0.5, 3.0), KVMemory(k.float() * 0.5, v.float() * 3.0)
     relative = RelativeScores(mix, profiles_CX)

@@ -39,23 +39,27 @@ class RelativeCase:
 
     def oracle(self) -> Tensor:
         """Return what a softmax over each row's scores gives, in float64."""
-        step, outs, rows = self.step, [], iter(zip(self.step.q_THD, self.relative.mix_THC, strict=True))
+        step, outs, (mix_THC, _, sinks_TH) = self.step, [], self.relative
+        if sinks_TH is None:
+            sinks_TH = torch.full(mix_THC.shape[:2], -torch.inf)
+        rows = iter(zip(self.step.q_THD, mix_THC, sinks_TH, strict=True))
         heads_per_key, profiles_CX = step.q_THD.shape[1] // step.keys[0].shape[1], self.relative.profiles_CX.double()
         for (start, end), *both in zip(step.ranges, step.keys, step.values, strict=True):
             k_LHD, v_LHD = (x.double().repeat_interleave(heads_per_key, 1) for x in both)
             for position in range(start, end):
                 first = 0 if self.window_tokens is None else max(0, position - self.window_tokens + 1)
-                q_HD, mix_HC = (x.double() for x in next(rows))
+                q_HD, mix_HC, sink_H = (x.double() for x in next(rows))
                 score_LH = torch.einsum("hd,lhd->lh", q_HD, k_LHD[first : position + 1]) * SCALE
                 added_XH = (mix_HC @ profiles_CX[:, : len(score_LH)]).T
                 score_LH[len(score_LH) - len(added_XH) :] += added_XH.flip(0)
-                outs.append(torch.einsum("lh,lhd->hd", score_LH.softmax(0), v_LHD[first : position + 1]))
+                weight_LH = torch.cat((score_LH, sink_H[None])).softmax(0)[:-1]
+                outs.append(torch.einsum("lh,lhd->hd", weight_LH, v_LHD[first : position + 1]))
         return torch.stack(outs)
 
     def run(self, device: str, launches: Launches = Launches.MEASURED) -> Tensor:
         """Return what the kernels give."""
         moved = to_device(self.step, device)
-        relative = RelativeScores(*(x.to(device) for x in self.relative))
+        relative = RelativeScores(*(x if x is None else x.to(device) for x in self.relative))
         with poisoned_memory():
             return attention_triton.relative_attention(
                 moved.q_THD, relative, moved.memory, moved.batch, moved.num_decodes,
@@ -64,14 +68,21 @@ class RelativeCase:
 
 
 def make_relative(
-    step: Case, num_distances: int, window_tokens: int | None = None, num_profiles: int = 3
+    step: Case,
+    num_distances: int,
+    window_tokens: int | None = None,
+    num_profiles: int = 3,
+    *,
+    has_sinks: bool = False,
 ) -> RelativeCase:
-    """Add random factors, as a part of wider rows, and profiles to a step."""
+    """Add random factors and maybe sinks, as parts of wider rows, and profiles to a step."""
     num_tokens, num_heads, _ = step.q_THD.shape
     wide = torch.full((num_tokens, num_heads, num_profiles + 2), torch.nan).to(step.q_THD.dtype)
     wide[..., :num_profiles] = torch.randn(num_tokens, num_heads, num_profiles)
     profiles_CX = torch.randn(num_profiles, num_distances).to(step.q_THD.dtype)
-    return RelativeCase(step, RelativeScores(wide[..., :num_profiles], profiles_CX), window_tokens)
+    wide_sinks = (2 * torch.randn(num_tokens, num_heads + 3)).to(step.q_THD.dtype)
+    sinks_TH = wide_sinks[:, 1 : num_heads + 1] if has_sinks else None
+    return RelativeCase(step, RelativeScores(wide[..., :num_profiles], profiles_CX, sinks_TH), window_tokens)
 
 
 def check(case: RelativeCase, device: str) -> None:
@@ -85,7 +96,7 @@ def check(case: RelativeCase, device: str) -> None:
 def test_mixed_steps_equal_the_definition(num_distances: int, window_tokens: int | None, dtype: torch.dtype) -> None:
     ranges = [*decodes(1, 65, 200), (0, 20), (60, 140), (0, 1), (64, 129)]
     step = make_case(ranges, 3, heads=(2, 3, 16), dtype=dtype, window_tokens=window_tokens)
-    check(make_relative(step, num_distances, window_tokens), "cpu")
+    check(make_relative(step, num_distances, window_tokens, has_sinks=num_distances != 200), "cpu")
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])
@@ -98,7 +109,7 @@ def test_distances_add_the_same_to_scores_of_e4m3_keys(scales: tuple[float, floa
 def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
     monkeypatch.setattr(attention_triton, "num_decode_splits", lambda *_: num_splits)
     monkeypatch.setattr(attention_splits, "num_prefill_splits", lambda *_: num_splits)
-    check(make_relative(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), 90), "cpu")
+    check(make_relative(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), 90, has_sinks=True), "cpu")
 
 
 @pytest.mark.parametrize("num_distances", [1, 40, 64, 65])
@@ -110,7 +121,8 @@ def test_prefixes_beyond_all_distances_are_attended_to_before(
     monkeypatch.setattr(attention_triton, "_is_prefix_kernel_correct", lambda *_: True)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_QUERIES", 3)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)
-    check(make_relative(make_case([(128, 135), (150, 170)], heads=(2, 3, 16)), num_distances), "cpu")
+    step = make_case([(128, 135), (150, 170)], heads=(2, 3, 16))
+    check(make_relative(step, num_distances, has_sinks=num_distances > 40), "cpu")
 
 
 @settings(max_examples=15, deadline=None)
@@ -129,8 +141,8 @@ def test_short_prefills_anywhere_equal_the_definition(
 
 
 def test_deterministic_bits_do_not_depend_on_cuts_of_prompts() -> None:
-    whole = make_relative(make_case([(0, 150)], heads=(1, 2, 8)), 50)
-    expected_THD, q_THD, mix_THC = whole.run("cpu", Launches.FIXED), whole.step.q_THD, whole.relative.mix_THC
+    whole = make_relative(make_case([(0, 150)], heads=(1, 2, 8)), 50, has_sinks=True)
+    expected_THD, q_THD, (mix_THC, _, sinks_TH) = whole.run("cpu", Launches.FIXED), whole.step.q_THD, whole.relative
     for start, end in ((0, 37), (37, 101), (101, 150)):
         batch = replace(
             whole.step.batch,
@@ -141,7 +153,7 @@ def test_deterministic_bits_do_not_depend_on_cuts_of_prompts() -> None:
         )
         part = RelativeCase(
             replace(whole.step, q_THD=q_THD[start:end], batch=batch),
-            whole.relative._replace(mix_THC=mix_THC[start:end]),
+            whole.relative._replace(mix_THC=mix_THC[start:end], sinks_TH=sinks_TH[start:end]),
         )
         assert torch.equal(part.run("cpu", Launches.FIXED), expected_THD[start:end])
 

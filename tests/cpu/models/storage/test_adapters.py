@@ -42,6 +42,9 @@ ALL = [
     if name
     not in (
         "inkling-towers",
+        "inkling2",
+        "inkling2-odd",
+        "inkling2-vision",
         "lara_mini",
         "lara_mini-odd",
     )  # transformers has other names for what is published, of other tensors

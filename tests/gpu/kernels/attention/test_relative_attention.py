@@ -29,6 +29,7 @@ def test_steps_equal_the_definition(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("most_rows", [None, 4])
 @pytest.mark.parametrize(("heads", "num_distances", "window_tokens"), INKLING)
 def test_steps_at_the_shapes_of_inkling_equal_the_definition(
@@ -36,14 +37,15 @@ def test_steps_at_the_shapes_of_inkling_equal_the_definition(
     num_distances: int,
     window_tokens: int | None,
     most_rows: int | None,
+    has_sinks: bool,
     dtype: torch.dtype,
 ) -> None:
     ranges = [*decodes(2500, 1, 200), *([(1500, 1700), (0, 70), (5, 6)] if most_rows is None else [(1300, 1304)])]
     step = make_case(ranges, 3, heads=heads, dtype=dtype, window_tokens=window_tokens)
     step = replace(step, batch=replace(step.batch, most_rows=most_rows))
-    check(make_relative(step, num_distances, window_tokens, num_profiles=16), "cuda")
+    check(make_relative(step, num_distances, window_tokens, num_profiles=16, has_sinks=has_sinks), "cuda")
 
 
 def test_long_prompts_equal_the_definition() -> None:
     step = make_case([(3200, 4300)], heads=(1, 8, 128), dtype=torch.bfloat16)
-    check(make_relative(step, 1024, num_profiles=16), "cuda")
+    check(make_relative(step, 1024, num_profiles=16, has_sinks=True), "cuda")

@@ -1,0 +1,209 @@
+"""Attention whose queries and keys are clipped, with a sink for each token, an output gate, and relative scores.
+
+As in ``relative_attention.py``, positions are embedded neither in queries nor in keys, and keys and values pass a short
+convolution. Layers without a window read queries, keys and values from three inputs, and each token adds to the taps of
+the convolution of its keys and values what it projects.
+
+Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
+split into it while loading.
+
+Source: ``transformers`` (``inkling2``).
+
+Shape suffixes: T tokens of the step, E hidden size, H query heads, G heads of keys and values, D head dim, O rows of a
+projection, C profiles, X distances, Q inputs, W taps.
+"""
+
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from strandline.config_fields import Fields
+from strandline.kernels.arena import LayerMemory
+from strandline.kernels.attention.qkv import prepare_qkv
+from strandline.kernels.attention.relative_attention import RelativeScores, relative_attention
+from strandline.kernels.batch import StepBatch
+from strandline.kernels.binding import Kernels
+from strandline.kernels.rowwise.activation import sigmoid_gate
+from strandline.kernels.rowwise.head_clip import clip_heads
+from strandline.kernels.rowwise.norm import rms_norm
+from strandline.kernels.rowwise.quantizing import with_quantized
+from strandline.models.layers.attention import Attention, QueryKeyNorm
+from strandline.models.layers.convolution import Delays, ResidualConvolution
+from strandline.models.layers.projection import PROJECTION_ROWS, Projection
+from strandline.models.layers.relative_attention import (
+    WINDOW,
+    RelativeAttentionConfig,
+    RelativeAttentionMemory,
+    score_factors,
+)
+from strandline.models.layers.site import Site
+from strandline.models.layers.step import Step
+from strandline.models.layers.targets import NamedTargets, sharded, whole
+from strandline.specs import LayerSpec
+
+MAX_THRESHOLD: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedAttentionConfig:
+    """Sizes and options of the layer."""
+
+    relative: RelativeAttentionConfig
+    threshold: float
+    """Length that heads of queries and keys are clipped to."""
+    profile_threshold: float
+    """The same of the factors of profiles."""
+
+    @classmethod
+    def read(cls, fields: Fields, *, is_sliding: bool) -> "ClippedAttentionConfig":
+        """Read a text configuration; arguments and errors as of ``RelativeAttentionConfig``."""
+        relative = RelativeAttentionConfig.read(fields, is_sliding=is_sliding)
+        attention = relative.attention
+        attention = replace(attention, norm=QueryKeyNorm.NONE, scale=attention.head_dim**-0.5)
+        thresholds = (
+            fields.number(f"{name}_l2_clip_threshold", at_least=1e-6, at_most=MAX_THRESHOLD) for name in ("qk", "rel")
+        )
+        return cls(replace(relative, attention=attention), *thresholds)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether tokens add to taps."""
+        return self.relative.attention.window_tokens is None
+
+
+class ClippedAttention(Attention):
+    """The layer. Heads are divided among shards, and what belongs to them."""
+
+    operations = (prepare_qkv, relative_attention, clip_heads, rms_norm, *with_quantized(sigmoid_gate))
+
+    def __init__(self, config: ClippedAttentionConfig, site: Site) -> None:
+        relative = config.relative
+        own = relative.attention.of(site.shard)
+        num_query_rows, num_heads = own.num_heads * own.head_dim, own.num_heads
+        in_sizes = [num_query_rows, num_query_rows, num_heads * relative.num_profiles, num_heads]
+        in_sizes.append(-sum(in_sizes) % PROJECTION_ROWS)
+        super().__init__(relative.attention, site, is_gated=True, num_in_rows=sum(in_sizes))
+        self.clipped, self.in_sizes = config, in_sizes
+        # Rows of in_proj: query, gate, factors of profiles, sinks, and zeros.
+        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - in_sizes[-1] :].zero_()
+        num_dynamic = own.num_kv_heads * relative.num_taps if config.is_dynamic else 0
+        self.kv_sizes = [self.sizes[1], num_dynamic]
+        # Rows of both: keys or values, what is added to taps.
+        self.k_proj, self.v_proj = (Projection(sum(self.kv_sizes), own.hidden_size, site) for _ in range(2))
+        self.q_scale_HD = site.gain(num_heads, own.head_dim)
+        self.mix_scale_HC = site.gain(num_heads, relative.num_profiles)
+        self.profiles_CX = site.parameter(relative.num_profiles, relative.num_distances)
+        num_channels, num_taps = sum(self.sizes[1:3]), relative.num_taps
+        self.conv: Delays | ResidualConvolution
+        if config.is_dynamic:
+            self.conv = Delays(WINDOW, num_channels, num_taps, site)
+            self.taps_WC = site.parameter(num_taps, num_channels)
+        else:
+            self.conv = ResidualConvolution(WINDOW, num_channels, num_taps, site, scale=1 / sqrt(num_taps + 1))
+        ones_D = torch.ones(own.head_dim, dtype=site.dtype, device=site.device)
+        self.register_buffer("ones_D", ones_D, persistent=False)
+
+    ones_D: Tensor
+
+    @property
+    def spec(self) -> LayerSpec:
+        parts = [(rows, self.kv_shard.count) for rows in self.sizes[1:3]]
+        if isinstance(self.conv, Delays):
+            parts *= self.conv.num_delays
+        return replace(super().spec, states=(self.conv.window.divided(*parts, dim=1),), replay=(self.conv.logged,))
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        self._prepare_qkv, self._attend_relative = kernels[prepare_qkv], kernels[relative_attention]
+        self._clip_heads, self._rms_norm = kernels[clip_heads], kernels[rms_norm]
+        self._sigmoid_gate = self.out_proj.fed_by(sigmoid_gate, kernels)
+
+    def bind(self, memory: LayerMemory) -> Any:
+        """Return the layer's memory as ``forward`` takes it."""
+        return RelativeAttentionMemory(super().bind(memory), *self.conv.bind(memory))
+
+    def replay(self, batch: StepBatch, memory: RelativeAttentionMemory) -> None:
+        """Advance the window over logged tokens alone."""
+        self.conv.replay(batch, memory.window_SRC, memory.log)
+
+    def forward(self, inputs_QTE: Any, step: Step, memory: Any) -> Tensor:
+        """Attend, and advance the memory.
+
+        Args:
+            inputs_QTE: what queries, keys and values are made of: three inputs, or one.
+        """
+        config, batch = self.clipped, step.batch
+        q_in_TE, k_in_TE, v_in_TE = inputs_QTE if len(inputs_QTE) > 1 else (inputs_QTE[0],) * 3
+        projected_TO = self.in_proj.multiply(q_in_TE)
+        q_TO, gate_TO, mix_TO, sinks_TH, _ = projected_TO.split(self.in_sizes, dim=-1)
+        k_TGD, v_TGD = self._keys_and_values(k_in_TE, v_in_TE, batch, memory)
+        q_THD, mix_THC = (x.unflatten(-1, (self.config.num_heads, -1)) for x in (q_TO, mix_TO))
+        scaling = config.relative.log_scaling
+        factor_T = None if scaling is None else score_factors(batch.positions_T, scaling)
+        q_THD = self._clip_heads(q_THD, config.threshold, self.q_scale_HD, factor_T)
+        mix_THC = self._clip_heads(mix_THC, config.profile_threshold, self.mix_scale_HC, factor_T)
+        attention = batch.attention.of(self.config.window_tokens)
+        q_TO, k_TO, v_TO = (x.flatten(1) for x in (q_THD, k_TGD, v_TGD))
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, None, memory.kv, attention)
+        out_THD = self._attend_relative(
+            q_THD,
+            RelativeScores(mix_THC, self.profiles_CX, sinks_TH),
+            memory.kv,
+            attention,
+            batch.num_decodes,
+            scale=self.config.scale,
+            window_tokens=self.config.window_tokens,
+        )
+        return self.out_proj.multiply(self._sigmoid_gate(out_THD.flatten(1), gate_TO))
+
+    def _keys_and_values(
+        self, k_in_TE: Tensor, v_in_TE: Tensor, batch: StepBatch, memory: RelativeAttentionMemory
+    ) -> tuple[Tensor, Tensor]:
+        """Return convolved keys, clipped, and convolved values, normalised."""
+        projected = (proj.multiply(x) for proj, x in ((self.k_proj, k_in_TE), (self.v_proj, v_in_TE)))
+        parts = (x_TO.split(self.kv_sizes, dim=-1) for x_TO in projected)
+        kv_TO, dynamic_TO = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+        where = (batch, memory.window_SRC, memory.log)
+        if isinstance(self.conv, Delays):
+            kv_TO = self._weighed((kv_TO, *self.conv.delayed(kv_TO, *where)), dynamic_TO)
+        else:
+            kv_TO = self.conv.convolve(kv_TO, *where)
+        heads = (2, self.config.num_kv_heads, self.config.head_dim)
+        k_TGD, v_TGD = kv_TO.unflatten(-1, heads).unbind(1)
+        normed_TGD = self._rms_norm(v_TGD.contiguous(), self.ones_D, self.config.eps)
+        return self._clip_heads(k_TGD, self.clipped.threshold), normed_TGD
+
+    def _weighed(self, delayed: tuple[Tensor, ...], dynamic_TO: Tensor) -> Tensor:
+        """Return the sum of the inputs at some delays, each times its taps, and the last input."""
+        num_taps, head_dim = len(delayed), self.config.head_dim
+        dynamic_TGW = dynamic_TO.float().unflatten(-1, (-1, num_taps))
+        taps_WGD = self.taps_WC.float().unflatten(-1, (-1, head_dim))
+        inputs = [x.float().unflatten(-1, (-1, head_dim)) for x in delayed]
+        total_TGD = inputs[0]
+        for tap, x_TGD in enumerate(inputs):
+            total_TGD = total_TGD + x_TGD * (taps_WGD[tap] + dynamic_TGW[..., tap, None])
+        mean_TO: Tensor = (total_TGD / sqrt(2 * num_taps + 1)).flatten(1)
+        return mean_TO.to(delayed[0].dtype)
+
+    def targets(self, prefix: str) -> NamedTargets:
+        """Yield the published tensors."""
+        q, gate, mix, sinks, _ = self.in_proj.weight_OI.split(self.in_sizes)
+        for name, rows in {"wq_du": q, "gate_attn": gate, "wr_du": mix, "attn_sink_proj": sinks}.items():
+            yield f"{prefix}{name}.weight", sharded(rows, self.shard)
+        for index, (name, proj) in enumerate({"k": self.k_proj, "v": self.v_proj}.items()):
+            rows, dynamic = proj.weight_OI.split(self.kv_sizes)
+            yield f"{prefix}w{name}_dv.weight", sharded(rows, self.kv_shard)
+            if isinstance(self.conv, Delays):
+                taps_WC = self.taps_WC.split(self.sizes[1:3], dim=1)[index]
+                yield f"{prefix}{name}_sconv.weight_proj", sharded(dynamic, self.kv_shard)
+                yield f"{prefix}{name}_sconv.static_w", sharded(taps_WC, self.kv_shard, dim=1)
+            else:
+                taps_CW = self.conv.taps_CW.split(self.sizes[1:3])[index]
+                yield f"{prefix}{name}_sconv.weight", sharded(taps_CW.unsqueeze(1), self.kv_shard)
+        yield from self.out_proj.targets(f"{prefix}wo_ud.")
+        yield f"{prefix}q_l2_clip.scale", sharded(self.q_scale_HD, self.shard)
+        yield f"{prefix}rel_l2_clip.scale", sharded(self.mix_scale_HC, self.shard)
+        yield f"{prefix}rel_logits_proj.proj", whole(self.profiles_CX)
