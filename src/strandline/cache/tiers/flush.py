@@ -38,7 +38,6 @@ class Flush:
             sources.append((upper.worth(device_copy(entry)), entry))
         self._waiting = [source for _, source in sorted(sources, key=lambda pair: pair[0])]
         """By worth, the least first."""
-        self.num_sources = len(sources)
 
     @property
     def num_left(self) -> int:
