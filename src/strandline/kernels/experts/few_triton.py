@@ -23,7 +23,13 @@ from torch import Tensor
 from strandline.kernels.experts.activation_triton import activate, activation_argument
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.experts.router_triton import choice_options, choose, choose_nth
+from strandline.kernels.experts.router_triton import (
+    can_choose_by_warp,
+    choice_options,
+    choose,
+    choose_nth,
+    choose_nth_by_warp,
+)
 from strandline.kernels.gemm.expansion_triton import (
     Expansion,
     ExpansionConstants,
@@ -169,6 +175,7 @@ def _few_up_kernel(
     LOADS_FIRST: tl.constexpr,
     BLOCK_SHARED: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
+    WARPS: tl.constexpr,
     IS_DIVIDED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_K: tl.constexpr,
@@ -209,7 +216,11 @@ def _few_up_kernel(
         token = (choice // TOP_K).to(tl.int64)
         hidden_row_ptr = hidden_ptr + choice.to(tl.int64) * F
         logits_row_ptr = logits_ptr + token * stride_logits
-        expert = choose_nth(logits_row_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
+        if WARPS > 0:
+            logits_row_ptr = tl.multiple_of(logits_row_ptr, 16)
+            expert = choose_nth_by_warp(logits_row_ptr, E, choice % TOP_K, BLOCK_I, WARPS).to(tl.int64)
+        else:
+            expert = choose_nth(logits_row_ptr, bias_ptr, E, choice % TOP_K, ROUTING, BLOCK_G, BLOCK_I).to(tl.int64)
         is_computed = True
         if IS_DIVIDED:
             expert = expert - first_expert
@@ -457,6 +468,7 @@ def mixture_few(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=up.warps,
+        WARPS=up.warps if can_choose_by_warp(logits_TE, bias_E, routing) else 0,
         **shared_options,
         **options,
     )

@@ -153,6 +153,25 @@ def choose_nth(logits_ptr, bias_ptr, E, index, ROUTING: tl.constexpr, BLOCK_G: t
 
 
 @triton.jit
+def choose_nth_by_warp(logits_ptr, E, index, BLOCK_I: tl.constexpr, WARPS: tl.constexpr):
+    """As ``choose_nth``, where ``can_choose_by_warp`` says so.
+
+    Each of the program's warps has a row of all logits, and nothing that is reduced passes between warps.
+    """
+    lowest = -0x7FFFFFFF - 1
+    place_WP = tl.zeros([WARPS, 1], dtype=tl.int32) + tl.arange(0, BLOCK_I)[None, :]
+    is_expert_WP = place_WP < E
+    logit_WP = tl.load(logits_ptr + place_WP, mask=is_expert_WP, other=float("-inf"), cache_modifier=".cg")
+    bits_WP = (_ordered_bits(logit_WP.to(tl.float32)) & -65536) | (BLOCK_I - 1 - place_WP)
+    bits_WP = tl.where(is_expert_WP, bits_WP, lowest)
+    best_W = tl.max(bits_WP, axis=1)
+    for _ in range(index):
+        bits_WP = tl.where(bits_WP == best_W[:, None], lowest, bits_WP)
+        best_W = tl.max(bits_WP, axis=1)
+    return BLOCK_I - 1 - (tl.max(best_W, axis=0) & 0xFFFF)
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr,
     bias_ptr,
@@ -186,6 +205,13 @@ def choice_options(routing: Routing, num_experts: int) -> dict[str, Any]:
         "BLOCK_I": next_power_of_2(num_experts // num_groups),
         "BLOCK_C": next_power_of_2(routing.top_k),
     }
+
+
+def can_choose_by_warp(logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> bool:
+    """Return whether kernels may choose by warps: logits are narrow, and rows begin at multiples of 16 bytes."""
+    is_narrow = logits_TE.dtype == torch.bfloat16 and bias_E is None
+    is_plain = routing.scores != "sigmoid" and not routing.is_limited
+    return is_narrow and is_plain and logits_TE.stride(0) % 8 == logits_TE.storage_offset() % 8 == 0
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import moe_triton
+from strandline.kernels.experts import few_triton, moe_triton
+from strandline.kernels.experts.router_triton import can_choose_by_warp
 from strandline.kernels.rowwise import norm_triton
 
 EPS = 1e-6
@@ -113,3 +114,14 @@ def test_rows_of_nan_leave_other_tokens_as_they_are(*, is_fp8: bool) -> None:
     for found, expected in zip(whole, layer.run(x_TD[:2], residual_TD[:2], **options), strict=True):
         torch.testing.assert_close(found[:2], expected)
         assert found[2:].isnan().all()
+
+
+def test_experts_are_the_same_however_warps_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, options = Layer((128, 128, 128), "cpu", is_fp8=True, is_gated=True), {"is_zero_centered": True}
+    x_TD, residual_TD = torch.randn(2, 3, 128).bfloat16()
+    found = layer.run(x_TD.clone(), residual_TD, launches=Launches.MEASURED, **options)
+    asked = []
+    monkeypatch.setattr(few_triton, "can_choose_by_warp", lambda *of: asked.append(can_choose_by_warp(*of)))
+    expected = layer.run(x_TD.clone(), residual_TD, launches=Launches.MEASURED, **options)
+    assert asked == [True]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -13,7 +13,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.experts import router_triton
-from tests.nth_expert import experts_one_by_one
+from tests.nth_expert import experts_by_warp, experts_one_by_one
 
 ROUTINGS = [
     Routing(1, True),
@@ -50,6 +50,22 @@ def check_router(logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> 
     ranks, expected_ranks = (rank_TE.gather(1, chosen) for chosen in (experts_TK, expected_experts_TK))
     torch.testing.assert_close(ranks, expected_ranks, rtol=0.0, atol=1e-6)
     torch.testing.assert_close(weights_TK[is_same_T], expected_TK[is_same_T], rtol=1e-5, atol=1e-7)
+
+
+def check_choices_by_warp(logits_TE: Tensor, routing: Routing, num_warps: int) -> None:
+    assert router_triton.can_choose_by_warp(logits_TE, None, routing)
+    expected_TK = experts_one_by_one(logits_TE, None, routing)
+    with poisoned_memory():
+        assert torch.equal(experts_by_warp(logits_TE, routing, num_warps), expected_TK)
+
+
+def narrow_logits(num_tokens: int, num_experts: int, device: str) -> Tensor:
+    """Return logits with many equal ones, zeros of both signs among them, and a row of NaN at the end."""
+    logits_TE = torch.randn(num_tokens, -(-num_experts // 8) * 8, device=device).mul_(8).round_().div_(4).bfloat16()
+    logits_TE[0] = 0
+    logits_TE[0, 1::2] = -0.0
+    logits_TE[-1] = torch.nan
+    return logits_TE[:, :num_experts]
 
 
 def check_padding_rows(routing: Routing, device: str) -> None:
@@ -91,3 +107,23 @@ def test_of_equal_ranks_the_lower_number_comes_first(routing: Routing) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_rows_of_nan_take_experts_that_exist(routing: Routing) -> None:
     check_padding_rows(routing, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, about NaN
+@pytest.mark.parametrize(("num_experts", "num_warps"), [(256, 4), (200, 4), (60, 2), (24, 1)])
+def test_every_warp_chooses_what_one_warp_does(num_experts: int, num_warps: int) -> None:
+    check_choices_by_warp(narrow_logits(4, num_experts, "cpu"), Routing(8, True), num_warps)
+
+
+def test_only_narrow_aligned_logits_are_chosen_by_warp() -> None:
+    logits_TE, routing = torch.zeros(2, 24, dtype=torch.bfloat16), Routing(2, True)
+    assert router_triton.can_choose_by_warp(logits_TE[:, 8:], None, routing)
+    for others in (
+        (logits_TE.float(), None, routing),
+        (logits_TE[:, 1:], None, routing),
+        (logits_TE.flatten()[:30].view(2, 15), None, routing),
+        (logits_TE, torch.zeros(24), routing),
+        (logits_TE, None, Routing(2, True, "sigmoid")),
+        (logits_TE, None, Routing(2, True, num_groups=4, top_groups=1)),
+    ):
+        assert not router_triton.can_choose_by_warp(*others)

@@ -5,7 +5,14 @@ import torch
 
 from strandline.kernels.experts import router_triton
 from strandline.kernels.experts.router import Routing
-from tests.cpu.kernels.experts.test_router_triton import ROUTINGS, check_padding_rows, check_router, logits_of
+from tests.cpu.kernels.experts.test_router_triton import (
+    ROUTINGS,
+    check_choices_by_warp,
+    check_padding_rows,
+    check_router,
+    logits_of,
+    narrow_logits,
+)
 
 MODELS = {
     "Qwen3.5-35B-A3B": (256, Routing(8, True)),
@@ -51,3 +58,8 @@ def test_router_runs_in_a_graph() -> None:
         part.fill_(-1)
     graph.replay()
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("num_experts", "num_warps"), [(256, 4), (512, 4), (128, 2), (60, 4)])
+def test_every_warp_chooses_what_one_warp_does(num_experts: int, num_warps: int) -> None:
+    check_choices_by_warp(narrow_logits(9, num_experts, "cuda"), Routing(8, True), num_warps)

@@ -1,0 +1,323 @@
+"""Time of a layer when one sequence decodes, from a CUDA graph of some layers, without the engine and its host.
+
+    PYTHONPATH=src python benchmarks/decode_layers.py --model benchmarks/configs/qwen3.5-35b-a3b-fp8
+    PYTHONPATH=src python benchmarks/decode_layers.py --dequantize --sweep
+
+Weights are random. The graph is replayed sixty times, in five rounds that take turns with those of other variants;
+microseconds per layer are of the fastest round. Hidden states are compared with those of the first variant. Kernels are
+compiled in parallel before. ``--registers`` compiles alone, without a GPU, and lists the registers of each kernel.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from strandline.device.meta_device import META, zeros_from_meta
+from strandline.device.uni_executor import choose_kernels
+from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.arena import ArenaTensors
+from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
+from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.experts import few_launches
+from strandline.kernels.gemm.launches import FP8, MEASURED, rows_launch
+from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
+from strandline.kernels.gpu import GPUS, kind_of
+from strandline.kernels.recording_triton import Variant, recording
+from strandline.kernels.step import fetch_integers
+from strandline.model_config import ModelConfig, parse_model_config
+from strandline.models.weights import load_model
+
+REPLAYS, ROUNDS = 60, 5
+CONTEXT_TOKENS = 640
+VOCAB_SIZE = 4096
+"""Rows of the embedding; the head is not measured."""
+
+Patches = Mapping[str, Any]
+
+
+def norms(elements: int, warps_short: int, warps_long: int) -> Patches:
+    values = {"ROW_ELEMENTS": elements, "WARPS_SHORT": warps_short, "WARPS_LONG": warps_long}
+    return {f"rowwise.norm_triton.{name}": value for name, value in values.items()}
+
+
+def products(block_n: int, block_k: int, warps: int) -> Patches:
+    """Return launches of narrow products."""
+    launch = rows_launch(block_n, block_k, warps)
+    return {"gemm.launches.MEASURED": {**MEASURED, ScaledWeight: FP8._replace(rows_one=launch)}}
+
+
+def first_products(*up: *tuple[int, int, int]) -> Patches:
+    """Return launches of the experts' first product."""
+    few = few_launches.few_pair(up, 4, 4)
+    scaled = {**few_launches.FEW, ScaledWeight: (few, few_launches.FEW[ScaledWeight][1])}
+    return {"experts.few_launches.FEW": scaled, "experts.few_launches.UP_ONE": up}
+
+
+VARIANTS: dict[str, Patches] = {
+    "experts chosen by all warps of a program together": {"experts.few_triton.can_choose_by_warp": lambda *_: False},
+    "as it is": {},
+}
+SWEPT: dict[str, Patches] = {
+    **{
+        f"norms of {elements} elements, {short} and {long} warps": norms(elements, short, long)
+        for elements, short, long in ((128, 1, 8), (256, 1, 8), (512, 2, 8), (1024, 4, 4), (1024, 4, 16))
+    },
+    **{
+        f"router in programs of {n} outputs and {warps} warps": {
+            "experts.moe_triton.ROUTER": rows_launch(n, 2048, warps)
+        }
+        for n, warps in ((1, 4), (2, 8), (4, 8))
+    },
+    **{
+        f"narrow products in programs of {n} outputs, {k} inputs and {warps} warps": products(n, k, warps)
+        for n, k, warps in ((2, 2048, 4), (4, 2048, 8), (8, 2048, 4), (8, 4096, 8))
+    },
+    **{
+        f"experts' first product in programs of {n} outputs, {k} inputs and {warps} warps": first_products(n, k, warps)
+        for n, k, warps in ((4, 1024, 2), (4, 2048, 4), (8, 1024, 4), (8, 2048, 8))
+    },
+}
+
+
+@contextmanager
+def patched(patches: Patches) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, value in patches.items():
+            module, _, name = path.rpartition(".")
+            stack.enter_context(patch.object(import_module(f"strandline.kernels.{module}"), name, value))
+        yield
+
+
+def read_config(options: argparse.Namespace) -> ModelConfig:
+    """Return a model's configuration with fewer layers."""
+    fields = json.loads(Path(options.model, "config.json").read_text())
+    fields |= {"num_hidden_layers": options.layers, "vocab_size": VOCAB_SIZE}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][: options.layers]
+    return parse_model_config(fields)
+
+
+class Layers:
+    """A model of some layers, and a step in which one sequence decodes."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.model: Any = load_model(
+            options.model,
+            config=read_config(options),
+            device=device,
+            load_format="dummy",
+            keeps_quantized=not options.dequantize,
+        )
+        self.model.lay_out(DenseWeight)
+        self.kernels = choose_kernels(self.model, kind_of(device))
+        self.model.use_kernels(self.kernels)
+        self.num_layers = len(self.model.spec.layers)
+        per_slab = self.model.spec.blocks_per_slab
+        num_blocks = -(-CONTEXT_TOKENS // BLOCK_TOKENS)
+        arena = ArenaTensors(self.model.spec, 4 + -(-num_blocks // per_slab), device)
+        self.memory = self.model.bind(arena)
+        first_slot = arena.num_slabs - 1
+        one = partial(torch.full, (1,), dtype=torch.int64, device=device)
+        blocks = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)
+        position = CONTEXT_TOKENS - 1
+        self.batch = StepBatch(
+            token_ids_T=one(7),
+            positions_T=one(position),
+            num_decodes=1,
+            num_decode_rows=1,
+            attention=AttentionBatch(
+                query_starts=(0, 1),
+                context_lens=(CONTEXT_TOKENS,),
+                query_starts_N1=torch.arange(2, device=device),
+                context_lens_N=one(CONTEXT_TOKENS),
+                block_table_NM=blocks.unsqueeze(0),
+                write_blocks_T=one(num_blocks),
+                write_offsets_T=one(position % BLOCK_TOKENS),
+                is_all_written=True,
+            ),
+            recurrent=RecurrentBatch(
+                src_N=one(first_slot),
+                dst_N=one(first_slot),
+                chunks=build_chunk_table([], [], device),
+            ),
+        )
+        self.arena = arena
+
+    @torch.inference_mode()
+    def forward(self) -> Tensor:
+        hidden_TE: Tensor = self.model.forward(self.batch, self.memory)
+        return hidden_TE
+
+    def fresh(self) -> Tensor:
+        """Return the hidden states of three steps from zeroed memory."""
+        self.arena.bytes.zero_()
+        return torch.cat([self.forward().clone() for _ in range(3)])
+
+
+def find_kernels(options: argparse.Namespace, variants: Mapping[str, Patches]) -> list[Variant]:
+    """Return what all variants launch."""
+    found: list[Variant] = []
+    with recording(GPUS["sm_90"], found.append), zeros_from_meta():
+        layers = Layers(options, META)
+        for patches in variants.values():
+            with patched(patches):
+                layers.forward()
+        integers = torch.zeros(64, dtype=torch.int64, device=META)
+        layers.kernels[fetch_integers](integers, integers)
+    return found
+
+
+def compile_one(variant: Variant) -> None:
+    variant.compile(GPUS["sm_90"])
+
+
+def compile_all(kernels: list[Variant], num_processes: int) -> None:
+    """Fill Triton's cache."""
+    running: list[Any] = []
+    for variant in kernels:
+        while len(running) >= num_processes:
+            wait([each.sentinel for each in running])
+            running = [each for each in running if each.is_alive()]
+        running.append(get_context("fork").Process(target=compile_one, args=(variant,)))
+        running[-1].start()
+    for process in running:
+        process.join()
+
+
+def list_registers(kernels: list[Variant]) -> None:
+    tool = Path(str(import_module("triton").__file__)).parent / "backends/nvidia/bin/cuobjdump"
+    for variant in kernels:
+        kernel, options = variant.compile(GPUS["sm_90"])
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = re.findall(r"(REG|STACK|SHARED):(\d+)", shown)
+        sizes = {name: value for name, value in options.items() if name.startswith(("BLOCK", "num_warps", "NUM_K"))}
+        print(f"{variant.name}: {dict(usage)} {sizes}")
+
+
+def capture(layers: Layers) -> torch.cuda.CUDAGraph:
+    layers.forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers.forward()
+    return graph
+
+
+def replay_us(run: Callable[[], None]) -> float:
+    """Return the time of a step on the device."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()
+    start.record()
+    for _ in range(REPLAYS):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000 / REPLAYS
+
+
+def measure(options: argparse.Namespace, variants: Mapping[str, Patches]) -> int:
+    layers = Layers(options, torch.device("cuda"))
+    graphs, errors, expected = {}, {}, None
+    for name, patches in variants.items():
+        with patched(patches):
+            found = layers.fresh().float()
+            expected = found if expected is None else expected
+            errors[name] = float((found - expected).norm() / expected.norm())
+            graphs[name] = capture(layers)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(graph.replay) / layers.num_layers)
+    for name, each in times.items():
+        print(f"{min(each):7.2f} us a layer (largest {max(each):.2f}), error {errors[name]:.1e}: {name}", flush=True)
+    measure_gaps(layers)
+    return int(any(not error < options.limit for error in errors.values()))
+
+
+@torch.inference_mode()
+def measure_gaps(layers: Layers) -> None:
+    """Print what lies between two replays, by what is launched there."""
+    fetch = layers.kernels[fetch_integers]
+    host_I = torch.zeros(64, dtype=torch.int64, pin_memory=True)
+    buffer_I = torch.zeros(64, dtype=torch.int64, device="cuda")
+    fetch(host_I, buffer_I)
+    torch.cuda.synchronize()
+    graph, with_fetch = capture(layers), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(with_fetch):
+        fetch(host_I, buffer_I)
+        layers.forward()
+
+    def fetch_first() -> None:
+        fetch(host_I, buffer_I)
+        graph.replay()
+
+    def mark_end() -> None:
+        graph.replay()
+        torch.cuda.Event().record()
+
+    def both() -> None:
+        fetch_first()
+        torch.cuda.Event().record()
+
+    def fetched_and_marked() -> None:
+        with_fetch.replay()
+        torch.cuda.Event().record()
+
+    ways = {
+        "replay": graph.replay,
+        "replay, event": mark_end,
+        "fetch, replay": fetch_first,
+        "fetch, replay, event": both,
+        "replay with fetch": with_fetch.replay,
+        "replay with fetch, event": fetched_and_marked,
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            times[name].append(replay_us(way))
+    for name, each in times.items():
+        print(f"{min(each):7.2f} us a step: {name}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="benchmarks/configs/qwen3.5-35b-a3b-fp8")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="also try other launches")
+    parser.add_argument("--registers", action="store_true")
+    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--limit", type=float, default=2e-2, help="largest relative error")
+    options = parser.parse_args()
+    variants = VARIANTS | (SWEPT if options.sweep else {})
+    kernels = find_kernels(options, variants)
+    if options.registers:
+        list_registers(kernels)
+        return 0
+    start_s = time.perf_counter()
+    compile_all(kernels, options.processes)
+    print(f"{len(kernels)} kernels compiled in {time.perf_counter() - start_s:.1f} s", flush=True)
+    return measure(options, variants)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
