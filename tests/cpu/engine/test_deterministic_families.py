@@ -1,12 +1,11 @@
 """Deterministic engines give the same bits for every family: alone or batched, in steps of any size, resumed or not.
 
 Tokens and log-probabilities are compared without tolerances. All families run in float32: rounding to bfloat16 can hide
-differences in a tiny model. One family for each kind of layer runs in bfloat16, too, in steps of whole prompts; with
-``--long``, all families and their unusual configurations do, in shorter steps as well. ``test_bits.py`` tests more, on
-Qwen3.5.
+differences in a tiny model. One family for each kind of layer runs in bfloat16, too; with ``--long``, all families and
+their unusual configurations do. ``test_bits.py`` tests more, on Qwen3.5.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,16 +22,14 @@ SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=6, logprobs=3, igno
 
 ORDINARY = [(name, "float32") for name in families.FAMILIES]
 ORDINARY += [(name, "bfloat16") for name in families.REPRESENTATIVES]
+CASES = [
+    pytest.param((name, dtype), marks=[] if (name, dtype) in ORDINARY else pytest.mark.long)
+    for name in families.CONFIGS
+    for dtype in ("float32", "bfloat16")
+]
 
 
-def each_case(ordinary: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Run a test on every configuration, on these in every run."""
-    every = [(name, dtype) for name in families.CONFIGS for dtype in ("float32", "bfloat16")]
-    params = [pytest.param(case, marks=[] if case in ordinary else pytest.mark.long) for case in every]
-    return pytest.mark.parametrize("case", params, indirect=True, ids="-".join, scope="module")
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A configuration, and the dtype of its weights."""
     name, dtype = request.param
@@ -61,11 +58,9 @@ def check_cold_and_resumed(llm: LLM, expected: Trace) -> None:
     assert llm.engine.cache.stats().hit_tokens - before == 128 + 256 + 0 + 128
 
 
-@each_case(ORDINARY)
 def test_bits_depend_on_neither_batch_nor_cache(make_exact: MakeLLM, expected: Trace) -> None:
     check_cold_and_resumed(make_exact(), expected)
 
 
-@each_case([case for case in ORDINARY if case[1] == "float32"])
 def test_bits_do_not_depend_on_how_prompts_are_split(make_exact: MakeLLM, expected: Trace) -> None:
     check_cold_and_resumed(make_exact(max_num_batched_tokens=100), expected)
