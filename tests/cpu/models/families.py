@@ -862,7 +862,13 @@ CONFIGS: dict[str, Family] = {
         shards=(2,),
     ),
     "bailing_hybrid": Family(
-        "BailingHybridForCausalLM", BailingHybridConfig, BAILING, shards=(2,), is_altered=True, keeps_e4m3=False
+        "BailingHybridForCausalLM",
+        BailingHybridConfig,
+        BAILING,
+        shards=(2,),
+        is_altered=True,
+        is_quantized=True,
+        keeps_e4m3=False,
     ),
     "bailing_hybrid-odd": Family(
         "BailingHybridForCausalLM",
@@ -887,7 +893,7 @@ CONFIGS: dict[str, Family] = {
         },
         keeps_e4m3=False,
     ),
-    "lara_mini": Family("LaraMiniForCausalLM", LaraMiniConfig, LARA, shards=(2,), is_altered=True),
+    "lara_mini": Family("LaraMiniForCausalLM", LaraMiniConfig, LARA, shards=(2,), is_altered=True, is_quantized=True),
     "lara_mini-odd": Family(
         "LaraMiniForCausalLM",
         LaraMiniConfig,
@@ -1041,7 +1047,9 @@ CONFIGS: dict[str, Family] = {
         shards=(2,),
         is_quantized=True,
     ),
-    "inkling2": Family("Inkling2ForCausalLM", Inkling2TextConfig, INKLING2, shards=(2, 4), is_altered=True),
+    "inkling2": Family(
+        "Inkling2ForCausalLM", Inkling2TextConfig, INKLING2, shards=(2, 4), is_altered=True, is_quantized=True
+    ),
     "inkling2-odd": Family(
         "Inkling2ForCausalLM",
         Inkling2TextConfig,

@@ -85,7 +85,7 @@ FAMILIES = [name for name, family in families.CONFIGS.items() if family.is_quant
 
 OWN_SIZES = {"nemotron_h-odd": {"moe_latent_size": 32, "moe_intermediate_size": 160}}
 
-IN_ONE_TENSOR = ("granite_hybrid", "inkling", "inkling-towers")
+IN_ONE_TENSOR = ("granite_hybrid", "inkling", "inkling-towers", "inkling2")
 """Families whose experts are published so, for which GPTQ has no layout."""
 
 CASES = [
