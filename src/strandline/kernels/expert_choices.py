@@ -1,7 +1,8 @@
-"""What a mixture of experts leaves to the operation behind it: each token's choices, which have not been added up.
+"""What parts of a layer leave to the operation behind them: summands that have not been added up.
 
-A norm, or a kernel that sums over ranks, reads every row once anyway. It can add up a token's choices then: their sum
-needs no launch of its own, and is not written and read again.
+A norm, or a kernel that sums over ranks, reads every row once anyway. It can add up a token's choices of experts then:
+their sum needs no launch of its own, and is not written and read again. A norm can do the same with parts that have
+factors.
 
 Shape suffixes: as in ``moe.py``.
 """
@@ -52,15 +53,50 @@ class ExpertChoices:
             )
 
 
-Summand = Tensor | ExpertChoices
+Part = Tensor | ExpertChoices
+"""A summand without factors."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedSum:
+    """One part times a factor, or the sum of two."""
+
+    first: Part
+    factor: float
+    second_TD: Tensor | None = None
+    second_factor: float = 1.0
+
+
+Summand = Part | WeighedSum
 """What a part of a layer adds to the residual stream, on this rank."""
 
 
+def weighed(summand: Summand, factor: float) -> Summand:
+    """Return a summand times a factor."""
+    if factor == 1.0:
+        return summand
+    if isinstance(summand, WeighedSum):
+        return replace(summand, factor=summand.factor * factor, second_factor=summand.second_factor * factor)
+    return WeighedSum(summand, factor)
+
+
 def added_up(summand: Summand) -> Tensor:
-    """Return a summand as a tensor."""
+    """Return a summand as a tensor; tensors may be overwritten. With factors, sums are float32 and rounded once."""
+    if isinstance(summand, WeighedSum):
+        first_TD, second_TD = added_up(summand.first), summand.second_TD
+        if second_TD is None:
+            return first_TD.mul_(summand.factor)
+        return first_TD.float().mul_(summand.factor).add_(second_TD, alpha=summand.second_factor).to(first_TD.dtype)
     return summand if isinstance(summand, Tensor) else summand.add(summand)
+
+
+def without_factors(summand: Summand) -> Part:
+    """Return a summand with its factors applied; sums over ranks take none."""
+    return added_up(summand) if isinstance(summand, WeighedSum) else summand
 
 
 def like(summand: Summand) -> Tensor:
     """Return a tensor of the shape, dtype and layout that a summand has as one."""
+    if isinstance(summand, WeighedSum):
+        summand = summand.first
     return summand if isinstance(summand, Tensor) else summand.like_sum

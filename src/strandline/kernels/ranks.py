@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from strandline.kernels.expert_choices import Summand, added_up
+from strandline.kernels.expert_choices import Part, Summand, added_up
 
 
 class FewRows(Protocol):
@@ -39,17 +39,17 @@ class FewRows(Protocol):
 class ManyRows(Protocol):
     """Sums of many rows, faster than those of the backend. All ranks call alike, in the same order."""
 
-    def can_sum(self, x: Summand) -> bool:
+    def can_sum(self, x: Part) -> bool:
         """Return whether a tensor of this shape and dtype, or such choices, can be summed here."""
 
-    def sum(self, x: Summand) -> Tensor:
+    def sum(self, x: Part) -> Tensor:
         """Return the sum of all ranks' tensors or choices; a tensor may be overwritten."""
 
     def can_add_norm(self, x_TE: Tensor) -> bool:
         """Return whether rows of this shape and dtype can be summed and normalised here."""
 
     def add_norm(
-        self, x_TE: Summand, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
+        self, x_TE: Part, residual_TE: Tensor, weight_E: Tensor, eps: float, *, is_zero_centered: bool
     ) -> tuple[Tensor, Tensor]:
         """Sum over all ranks, then do as ``add_rms_norm`` or ``add_rms_norm_zero_centered``."""
 

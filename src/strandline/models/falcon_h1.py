@@ -17,6 +17,7 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.mamba2 import Multipliers as ProjectedMultipliers
 from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
 from strandline.models.layers.parallel import Multipliers, ParallelMixer
 from strandline.models.layers.residual import PreNorm, plain
@@ -50,6 +51,7 @@ def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
         recurrent_in=_multiplier(fields, "ssm_in_multiplier"),
         recurrent_out=_multiplier(fields, "ssm_out_multiplier"),
     )
+    attention, mamba2, multipliers = _folded(attention, mamba2, multipliers)
     gate_multiplier, mlp_multiplier = _multipliers(fields, "mlp_multipliers", 2)
     embedding_multiplier, logits_multiplier = (
         _multiplier(fields, name) for name in ("embedding_multiplier", "lm_head_multiplier")
@@ -77,6 +79,21 @@ def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 
+def _folded(
+    attention: AttentionConfig, mamba2: Mamba2Config, multipliers: Multipliers
+) -> tuple[AttentionConfig, Mamba2Config, Multipliers]:
+    """Apply factors of inputs to what projections without biases make of them, where other factors are applied."""
+    factor = multipliers.attention_in
+    if not attention.has_bias:
+        attention = replace(attention, scale=attention.scale * factor**2)
+        multipliers = replace(multipliers, attention_in=1.0, attention_out=multipliers.attention_out * factor)
+    factor, projected = multipliers.recurrent_in, mamba2.multipliers
+    if not mamba2.has_bias and projected is not None:
+        mamba2 = replace(mamba2, multipliers=ProjectedMultipliers(*(each * factor for each in projected)))
+        multipliers = replace(multipliers, recurrent_in=1.0)
+    return attention, mamba2, multipliers
+
+
 def _read_mamba2(fields: Fields, eps: float) -> Mamba2Config:
     has_norm = fields.flag("mamba_rms_norm")
     if has_norm and fields.flag("mamba_norm_before_gate"):
@@ -86,7 +103,7 @@ def _read_mamba2(fields: Fields, eps: float) -> Mamba2Config:
         Mamba2Config.read(fields, Mamba2Names(), eps),
         has_out_bias=fields.flag("projectors_bias"),
         has_norm=has_norm,
-        multipliers=(z, x, B, C, dt),
+        multipliers=ProjectedMultipliers(z, x, B, C, dt),
     )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.device.ranks.symmetric_memory import TorchSymmetricMemory, connect_sums
-from strandline.kernels.expert_choices import Summand, added_up, like
+from strandline.kernels.expert_choices import Summand, added_up, like, without_factors
 from strandline.kernels.ranks import FewRows, ManyRows, add_in_order
 
 TIMEOUT: Final = timedelta(minutes=10)
@@ -83,6 +83,7 @@ class ProcessRanks:
 
         Sums of one process are enqueued on one stream, or on streams that wait for each other.
         """
+        x = without_factors(x)
         if self.few_rows is not None and self.few_rows.can_sum(like(x)):
             return self.few_rows.sum(added_up(x))
         if self.many_rows is not None:

@@ -17,7 +17,7 @@ from strandline.kernels.collectives import many_row_sums, rank_sums
 from strandline.kernels.collectives.connection import Connection
 from strandline.kernels.collectives.many_row_sums import ManyRowSums
 from strandline.kernels.collectives.rank_sums import FewRowSums
-from strandline.kernels.expert_choices import Summand, added_up, like
+from strandline.kernels.expert_choices import Summand, added_up, like, without_factors
 from strandline.kernels.gpu import Gpu
 from strandline.kernels.ranks import ONE_RANK
 from strandline.kernels.recording_triton import Variant, recording
@@ -35,6 +35,7 @@ class _OneOfSeveral:
         """Return what has the shape of a sum of several; as ``ProcessRanks.sum``."""
         if self.few_rows.can_sum(like(x)):
             return self.few_rows.sum(added_up(x))
+        x = without_factors(x)
         x = x if self.many_rows.can_sum(x) else added_up(x)
         return self.many_rows.sum(x) if self.many_rows.can_sum(x) else added_up(x)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.collectives.rank_sums import DTYPES
-from strandline.kernels.expert_choices import ExpertChoices, Summand
+from strandline.kernels.expert_choices import ExpertChoices, Part
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_SUM_BYTES: Final = 36 << 20
@@ -57,13 +57,13 @@ class ManyRowSums:
         self._kernels: Any = import_module("strandline.kernels.collectives.many_row_sums_triton")
         self._max_blocks = connection.counter.shape[1]
 
-    def can_sum(self, x: Summand) -> bool:
+    def can_sum(self, x: Part) -> bool:
         """Return whether the kernel takes a tensor of this shape and dtype, or such choices."""
         if isinstance(x, ExpertChoices):
             return self.can_add_norm(x.like_sum)
         return x.dtype in DTYPES and x.numel() > 0
 
-    def sum(self, x: Summand, max_polls: int = -1) -> Tensor:
+    def sum(self, x: Part, max_polls: int = -1) -> Tensor:
         """Return the sum of all ranks' tensors or choices, dense; a tensor may be overwritten.
 
         Args:
@@ -90,7 +90,7 @@ class ManyRowSums:
 
     def add_norm(
         self,
-        x_TE: Summand,
+        x_TE: Part,
         residual_TE: Tensor,
         weight_E: Tensor,
         eps: float,

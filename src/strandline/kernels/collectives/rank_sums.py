@@ -18,7 +18,7 @@ from torch import Tensor
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.collectives.connection import Connection, Norm
-from strandline.kernels.expert_choices import Summand, added_up, like
+from strandline.kernels.expert_choices import Summand, added_up, like, without_factors
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import add_rms_norm, add_rms_norm_zero_centered
 
@@ -140,6 +140,7 @@ def bind_sum_add_norm(kernels: Kernels, add_norm: Operation[..., Any]) -> AddNor
         return sum_then_norm
 
     def sum_add_norm(x_TE: Summand, residual_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Any, Tensor]:
+        x_TE = without_factors(x_TE)
         sum_TE = like(x_TE)
         if residual_TE.dtype != sum_TE.dtype:
             return sum_then_norm(x_TE, residual_TE, weight_E, eps)

@@ -112,20 +112,21 @@ MANY = DecodeLaunch(block_v=64, num_warps=4)
 class Gates(NamedTuple):
     """What decays and weights are made of.
 
-    With time steps: ``weight = clamp(softplus(dt + dt_bias), *dt_limit)`` and ``log_decay = -exp(rate) weight``.
-    Without: 1, and the rate.
+    With time steps: ``weight = clamp(softplus(dt_factor dt + dt_bias), *dt_limit)``, and ``log_decay = -exp(rate)
+    weight``. Without: 1, and the rate.
     """
 
     rate_H: Tensor
     dt_TH: Tensor | None = None
     dt_bias_H: Tensor | None = None
     dt_limit: tuple[float, float] = (0.0, inf)
+    dt_factor: float = 1.0
 
     @property
     def arguments(self) -> tuple[object, ...]:
         """Return what kernels take."""
         stride = 0 if self.dt_TH is None else self.dt_TH.stride(0)
-        return (self.dt_TH, self.rate_H, self.dt_bias_H, stride, *self.dt_limit)
+        return (self.dt_TH, self.rate_H, self.dt_bias_H, stride, *self.dt_limit, self.dt_factor)
 
 
 class HeadDecayInputs(NamedTuple):
@@ -158,18 +159,20 @@ def choose_segments(num_programs: int, num_sequences: int, num_chunks: int) -> i
 
 
 @triton.jit
-def _gate(dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, HAS_STEPS: tl.constexpr, MIN_LOG_DECAY: tl.constexpr):
+def _gate(
+    dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS: tl.constexpr, MIN_LOG_DECAY: tl.constexpr
+):
     """Return the weight and the log decay, a finite number, of raw time steps of a head."""
     rate = tl.load(rate_ptr + head).to(tl.float32)
     if HAS_STEPS:
-        step = at_most(at_least(softplus(dt + tl.load(dt_bias_ptr + head).to(tl.float32)), dt_min), dt_max)
+        step = at_most(at_least(softplus(dt * dt_factor + tl.load(dt_bias_ptr + head).to(tl.float32)), dt_min), dt_max)
         return step, at_least(-tl.exp(rate) * step, MIN_LOG_DECAY)
     else:
         return dt + 1.0, dt + at_least(rate, MIN_LOG_DECAY)
 
 
 @triton.jit(
-    do_not_specialize=["stride_dt", "dt_min", "dt_max"],
+    do_not_specialize=["stride_dt", "dt_min", "dt_max", "dt_factor"],
     do_not_specialize_on_alignment=["dt_ptr", "starts_ptr", "lengths_ptr"],
 )
 def _rows_kernel(
@@ -179,6 +182,7 @@ def _rows_kernel(
     stride_dt,
     dt_min,
     dt_max,
+    dt_factor,
     rows_ptr,
     starts_ptr,
     lengths_ptr,
@@ -200,7 +204,9 @@ def _rows_kernel(
     dt_L = tl.zeros([L], tl.float32)
     if HAS_STEPS:
         dt_L = tl.load(dt_ptr + (start + row_L) * stride_dt + head, mask=is_token_L, other=0.0).to(tl.float32)
-    weight_L, log_decay_L = _gate(dt_L, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, HAS_STEPS, MIN_LOG_DECAY)
+    weight_L, log_decay_L = _gate(
+        dt_L, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS, MIN_LOG_DECAY
+    )
     # A difference of large sums must keep the small decays that came after a strong one: the sums are float64, and
     # the difference of their high halves is exact where the exponential is not 0.
     sum_L = tl.cumsum(tl.where(is_token_L, log_decay_L * LOG2_E, 0.0).to(tl.float64), 0)
@@ -432,7 +438,8 @@ def decode(inputs: HeadDecayInputs, state_SHKV: Tensor, slots: Slots, launches: 
 
 # Slices of the tables start at any sequence: without this, each alignment would compile a kernel of its own.
 @triton.jit(
-    do_not_specialize=["stride_dt", "dt_min", "dt_max"], do_not_specialize_on_alignment=["dt_ptr", "src_ptr", "dst_ptr"]
+    do_not_specialize=["stride_dt", "dt_min", "dt_max", "dt_factor"],
+    do_not_specialize_on_alignment=["dt_ptr", "src_ptr", "dst_ptr"],
 )
 def _decode_kernel(
     q_ptr,
@@ -444,6 +451,7 @@ def _decode_kernel(
     stride_dt,
     dt_min,
     dt_max,
+    dt_factor,
     skip_ptr,
     state_ptr,
     src_ptr,
@@ -494,7 +502,7 @@ def _decode_kernel(
     dt = 0.0
     if HAS_STEPS:
         dt = tl.load(dt_ptr + sequence * stride_dt + head).to(tl.float32)
-    weight, log_decay = _gate(dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, HAS_STEPS, MIN_LOG_DECAY)
+    weight, log_decay = _gate(dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS, MIN_LOG_DECAY)
 
     state_KV = state_KV * tl.exp(log_decay) + k_K[:, None] * (weight * v_V)[None, :]
     out_V = tl.sum(state_KV * q_K[:, None], 0)

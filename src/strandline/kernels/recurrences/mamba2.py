@@ -3,7 +3,7 @@
 Per head, with the input projection ``B`` and the output projection ``C`` of the head's group::
 
     S <- exp(-exp(A_log) dt) S + B (dt x)^T;  out = S^T C + D x
-    dt = clamp(softplus(dt + dt_bias), *dt_limit)
+    dt = clamp(softplus(dt_factor dt + dt_bias), *dt_limit)
 
 The reference implementation, which also runs on CPUs without Numba. Everything is computed in float32.
 
@@ -45,6 +45,7 @@ class Mamba2Inputs(NamedTuple):
     dt_bias_H: Tensor
     dt_limit: tuple[float, float] = (0.0, torch.inf)
     """The least and the largest time step."""
+    dt_factor: float = 1.0
 
 
 @operation(
@@ -117,7 +118,7 @@ def time_steps(inputs: Mamba2Inputs) -> tuple[Tensor, Tensor]:
     Computed in float64: torch rounds a float32 ``exp`` differently at a tensor's end, where it does not fill a
     vector, so that the bits of one sequence would depend on the batch around it.
     """
-    step_TH = F.softplus(inputs.dt_TH.double() + inputs.dt_bias_H).clamp_(*inputs.dt_limit)
+    step_TH = F.softplus(inputs.dt_TH.double() * inputs.dt_factor + inputs.dt_bias_H).clamp_(*inputs.dt_limit)
     log_decay_TH = (step_TH * inputs.A_log_H.double().exp()).clamp_max_(-MIN_LOG_DECAY).neg_()
     return step_TH.float().unsqueeze(-1), log_decay_TH.float()
 

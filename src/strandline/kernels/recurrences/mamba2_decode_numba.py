@@ -40,7 +40,7 @@ CACHE_LINE_BYTES = 64
 
 def mamba2_decode(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.mamba2.mamba2_decode`."""
-    *tokens, A_log_H, D_H, dt_bias_H, dt_limit = inputs
+    *tokens, A_log_H, D_H, dt_bias_H, dt_limit, dt_factor = inputs
     if is_overwritten(slots):
         raise ValueError(f"a sequence writes where another one reads: from slots {slots.src_N} to {slots.dst_N}")
     if state_SHKV.dtype != torch.float32:
@@ -69,6 +69,7 @@ def mamba2_decode(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots) -> Ten
         biases=dt_bias_H.data_ptr(),
         min_step=dt_limit[0],
         max_step=dt_limit[1],
+        dt_factor=dt_factor,
         states=state_SHKV.data_ptr(),
         state_stride=state_SHKV.stride(0),
         src=slots.src_N.data_ptr(),
@@ -116,7 +117,7 @@ def _advance(source, is_zero, target, target_step, decay, B, C, x, out):
 
 @kernel(
     "num_heads heads_per_group state_dim head_dim dtype dt_dtype x x_stride B B_stride C C_stride dt dt_stride "
-    "log_rates skips biases min_step:float max_step:float states state_stride src dst out"
+    "log_rates skips biases min_step:float max_step:float dt_factor:float states state_stride src dst out"
 )
 def _decode_kernel(tasks):
     args = arguments(tasks)
@@ -135,7 +136,7 @@ def _decode_kernel(tasks):
         load(args.dt, args.dt_dtype, sequence * args.dt_stride + head, dt)
         bias, log_rate = floats(args.biases, num_heads)[head], floats(args.log_rates, num_heads)[head]
         step, log_decay = time_step(
-            np.float64(dt[0]), np.float64(bias), np.float64(log_rate), args.min_step, args.max_step
+            args.dt_factor * np.float64(dt[0]), np.float64(bias), np.float64(log_rate), args.min_step, args.max_step
         )
         decay = np.float32(math.exp(np.float64(log_decay)))
         for channel in range(head_dim):

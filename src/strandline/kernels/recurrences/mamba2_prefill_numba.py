@@ -49,7 +49,7 @@ from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower
 
 def mamba2_prefill(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.mamba2.mamba2_prefill`."""
-    *tokens, A_log_H, D_H, dt_bias_H, dt_limit = inputs
+    *tokens, A_log_H, D_H, dt_bias_H, dt_limit, dt_factor = inputs
     if state_SHKV.dtype != torch.float32:
         raise ValueError(f"states are {state_SHKV.dtype}; this kernel reads and writes float32")
     x_THV, B_TGK, C_TGK, dt_TH = map(packed_rows, tokens)
@@ -79,6 +79,7 @@ def mamba2_prefill(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots, chunk
         biases=dt_bias_H.data_ptr(),
         min_step=dt_limit[0],
         max_step=dt_limit[1],
+        dt_factor=dt_factor,
         states=state_SHKV.data_ptr(),
         state_stride=state_SHKV.stride(0),
         dst=slots.dst_N.data_ptr(),
@@ -104,13 +105,13 @@ def _load_rows(address, dtype, first, stride, num_tokens, state_dim, rows):
 
 
 @helper
-def _load_steps(dt, dtype, first, stride, bias, log_rate, limits, steps, total, since_start, until_end):
+def _load_steps(dt, dtype, first, stride, factor, bias, log_rate, limits, steps, total, since_start, until_end):
     """Compute each token's time step, the decay of earlier writes at it, and the decay of its write at the end."""
     raw, so_far = np.empty(1, np.float32), 0.0
     for token in range(steps.size):
         load(dt, dtype, first + token * stride, raw)
         steps[token], log_decay = time_step(
-            np.float64(raw[0]), np.float64(bias), np.float64(log_rate), limits[0], limits[1]
+            factor * np.float64(raw[0]), np.float64(bias), np.float64(log_rate), limits[0], limits[1]
         )
         so_far += np.float64(log_decay)
         total[token] = so_far
@@ -164,7 +165,7 @@ def _advance(
 
 @kernel(
     "num_heads heads_per_group state_dim head_dim dtype dt_dtype x x_stride B B_stride C C_stride dt dt_stride "
-    "log_rates skips biases min_step:float max_step:float states state_stride dst out "
+    "log_rates skips biases min_step:float max_step:float dt_factor:float states state_stride dst out "
     "num_parts sources num_sequences num_chunks first_chunks starts lengths cut_slots"
 )
 def _prefill_kernel(tasks):
@@ -220,7 +221,7 @@ def _prefill_kernel(tasks):
                     source = floats(sources[sequence] + 4 * head * state_size, state_size)
                     read_state(source, first_panel, end_panel, state_dim, head_dim, head_states)
 
-                dt = (args.dt, args.dt_dtype, start * args.dt_stride + head, args.dt_stride)
+                dt = (args.dt, args.dt_dtype, start * args.dt_stride + head, args.dt_stride, args.dt_factor)
                 _load_steps(*dt, biases[head], log_rates[head], limits, steps[:length], total, since_start, until_end)
                 _weigh(products, total, length, attend)
                 tokens = (is_zero, B.ctypes.data, C.ctypes.data, state_dim, length, attend.ctypes.data)

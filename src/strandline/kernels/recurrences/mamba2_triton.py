@@ -36,5 +36,5 @@ def mamba2_decode(
 
 
 def _inputs(inputs: Mamba2Inputs) -> HeadDecayInputs:
-    gates = Gates(inputs.A_log_H, inputs.dt_TH, inputs.dt_bias_H, inputs.dt_limit)
+    gates = Gates(inputs.A_log_H, inputs.dt_TH, inputs.dt_bias_H, inputs.dt_limit, inputs.dt_factor)
     return HeadDecayInputs(inputs.C_TGK, inputs.B_TGK, inputs.x_THV, gates, inputs.D_H)

@@ -10,14 +10,16 @@ from strandline.kernels.operation import operation, triton
 
 
 @operation(triton("rowwise.activation_triton"))
-def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
-    """Return ``silu(gate) * up`` of ``[..., 2 F]``, the gate before the up projection.
+def swiglu(gate_up: Tensor, limit: float | None = None, gate_factor: float = 1.0) -> Tensor:
+    """Return ``silu(gate_factor gate) * up`` of ``[..., 2 F]``, the gate before the up projection.
 
     Args:
         limit: greater than 0: gates are clamped to at most that before, up projections to ``[-limit, limit]``; None:
             they are not.
     """
     gate, up = gate_up.chunk(2, dim=-1)
+    if gate_factor != 1.0:
+        gate = gate * gate_factor
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate).mul_(up)
@@ -66,9 +68,9 @@ def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
 
 
 @operation(triton("rowwise.activation_triton"))
-def silu_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
-    """Return ``x * silu(gate)``; ``x_TO`` is overwritten."""
-    return x_TO.mul_(F.silu(gate_TO))
+def silu_gate(x_TO: Tensor, gate_TO: Tensor, gate_factor: float = 1.0) -> Tensor:
+    """Return ``x * silu(gate_factor gate)``; ``x_TO`` is overwritten."""
+    return x_TO.mul_(F.silu(gate_TO if gate_factor == 1.0 else gate_TO * gate_factor))
 
 
 @operation(triton("rowwise.activation_triton"))

@@ -48,6 +48,7 @@ def _glu_kernel(
     F,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
+    GATE_FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -59,6 +60,7 @@ def _glu_kernel(
     dtype = out_ptr.dtype.element_ty
     gate_F = tl.load(gate_up_ptr + row * stride_t + col_F, mask=mask_F, other=0.0).to(tl.float32)
     up_F = tl.load(gate_up_ptr + row * stride_t + F + col_F, mask=mask_F, other=0.0).to(tl.float32)
+    gate_F *= GATE_FACTOR
     if ACTIVATION == "silu":
         out_F = silu_times(gate_F, up_F, dtype, LIMIT)
     else:
@@ -74,6 +76,7 @@ def _gate_kernel(
     stride_gate,
     size,
     IS_SILU: tl.constexpr,
+    GATE_FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -85,6 +88,8 @@ def _gate_kernel(
     x_O_ptr = x_ptr + row * stride_x + col_O
     gate_O = tl.load(gate_ptr + row * stride_gate + col_O, mask=mask_O, other=0.0).to(tl.float32)
     x_O = tl.load(x_O_ptr, mask=mask_O, other=0.0).to(tl.float32)
+    if GATE_FACTOR != 1.0:
+        gate_O = (gate_O * GATE_FACTOR).to(gate_ptr.dtype.element_ty).to(tl.float32)
     factor_O = tl.sigmoid(gate_O)
     if IS_SILU:
         factor_O = gate_O * factor_O
@@ -115,9 +120,9 @@ def relu_squared(x: Tensor) -> Tensor:
     return x
 
 
-def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
-    """Return ``silu(gate) * up`` of ``[..., 2 F]``, clamped before as the reference says."""
-    return _launch_glu(gate_up, "silu", limit)
+def swiglu(gate_up: Tensor, limit: float | None = None, gate_factor: float = 1.0) -> Tensor:
+    """Return ``silu(gate_factor gate) * up`` of ``[..., 2 F]``, clamped before as the reference says."""
+    return _launch_glu(gate_up, "silu", limit, gate_factor)
 
 
 def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
@@ -125,14 +130,14 @@ def geglu(gate_up: Tensor, is_tanh: bool = False) -> Tensor:
     return _launch_glu(gate_up, "gelu_tanh" if is_tanh else "gelu")
 
 
-def _launch_glu(gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+def _launch_glu(gate_up: Tensor, activation: str, limit: float | None = None, gate_factor: float = 1.0) -> Tensor:
     if gate_up.dim() != 2 or gate_up.stride(-1) != 1:
         gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     stride = gate_up.stride(0) if gate_up.dim() == 2 else 2 * size
     grid = (gate_up.numel() // (2 * size), cdiv(size, BLOCK))
-    options = {"ACTIVATION": activation, "LIMIT": limit, **overlap_options(gate_up)}
+    options = {"ACTIVATION": activation, "LIMIT": limit, "GATE_FACTOR": gate_factor, **overlap_options(gate_up)}
     _glu_kernel[grid](gate_up, out, stride, size, BLOCK=BLOCK, num_warps=WARPS, **options)
     return out
 
@@ -145,15 +150,16 @@ def sigmoid_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
     return _launch_gate(x_TO, gate_TO, is_silu=False)
 
 
-def silu_gate(x_TO: Tensor, gate_TO: Tensor) -> Tensor:
-    """Return ``x * silu(gate)``; ``x_TO``, which has dense rows, is overwritten."""
-    return _launch_gate(x_TO, gate_TO, is_silu=True)
+def silu_gate(x_TO: Tensor, gate_TO: Tensor, gate_factor: float = 1.0) -> Tensor:
+    """Return ``x * silu(gate_factor gate)``; ``x_TO``, which has dense rows, is overwritten."""
+    return _launch_gate(x_TO, gate_TO, is_silu=True, gate_factor=gate_factor)
 
 
-def _launch_gate(x_TO: Tensor, gate_TO: Tensor, *, is_silu: bool) -> Tensor:
+def _launch_gate(x_TO: Tensor, gate_TO: Tensor, *, is_silu: bool, gate_factor: float = 1.0) -> Tensor:
     gate_TO = gate_TO if gate_TO.stride(-1) == 1 else gate_TO.contiguous()
     num_rows, size = x_TO.shape
     grid = (num_rows, cdiv(size, BLOCK))
     strides, options = (x_TO.stride(0), gate_TO.stride(0)), overlap_options(x_TO)
-    _gate_kernel[grid](x_TO, gate_TO, *strides, size, IS_SILU=is_silu, BLOCK=BLOCK, num_warps=WARPS, **options)
+    options = options | {"IS_SILU": is_silu, "GATE_FACTOR": gate_factor}
+    _gate_kernel[grid](x_TO, gate_TO, *strides, size, BLOCK=BLOCK, num_warps=WARPS, **options)
     return x_TO

@@ -107,11 +107,16 @@ def rms_norm_sigmoid_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float
 
 
 @operation(triton("rowwise.norm_triton"))
-def rms_norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int) -> Tensor:
-    """Multiply by ``silu(gate)`` in float32, normalise each group of channels, round, multiply by the weight."""
+def rms_norm_of_gated(
+    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int, gate_factor: float = 1.0
+) -> Tensor:
+    """Multiply by ``silu(gate_factor gate)``, normalise each group of channels, round, multiply by the weight.
+
+    In float32 up to the rounding.
+    """
 
     def norm(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
-        gated_TGD = F.silu(gate_TD.float()).mul_(x_TD).unflatten(-1, (num_groups, -1))
+        gated_TGD = F.silu(gate_TD.float() * gate_factor).mul_(x_TD).unflatten(-1, (num_groups, -1))
         return _normalised(gated_TGD, eps).flatten(1).to(x_TD.dtype) * weight_D
 
     return _in_passes(norm, x_TD, gate_TD)

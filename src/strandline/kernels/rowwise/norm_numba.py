@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strandline.kernels.expert_choices import Summand, added_up
 from strandline.kernels.runtime_numba import (
     Kernel,
     arguments,
@@ -34,7 +35,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _normed(x, weight_D, eps, is_zero_centered=False)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Numba version of :func:`strandline.kernels.rowwise.norm.add_rms_norm`."""
     return _added_and_normed(x, residual, weight_D, eps, is_zero_centered=False)
 
@@ -44,7 +45,7 @@ def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _normed(x, weight_D, eps, is_zero_centered=True)
 
 
-def add_rms_norm_zero_centered(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_zero_centered(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Numba version of :func:`strandline.kernels.rowwise.norm.add_rms_norm_zero_centered`."""
     return _added_and_normed(x, residual, weight_D, eps, is_zero_centered=True)
 
@@ -57,9 +58,9 @@ def _normed(x: Tensor, weight_D: Tensor, eps: float, *, is_zero_centered: bool) 
 
 
 def _added_and_normed(
-    x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, *, is_zero_centered: bool
+    x: Summand, residual: Tensor, weight_D: Tensor, eps: float, *, is_zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    x, residual = x.contiguous(), residual.contiguous()
+    x, residual = added_up(x).contiguous(), residual.contiguous()
     out = torch.empty_like(x)
     _launch(_norm, x, out, weight_D, eps, residual=residual.data_ptr(), is_zero_centered=is_zero_centered)
     return out, x

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.expert_choices import ExpertChoices, Summand
-from strandline.kernels.expert_choices_triton import NO_CHOICES, arguments_of, options_of, sum_of_choices
+from strandline.kernels.expert_choices import ExpertChoices, Summand, WeighedSum
+from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise import quantized_rows
@@ -62,6 +62,22 @@ class NormArgument(NamedTuple):
     eps: float
     choices: tuple[object, ...] = NO_CHOICES
     """What is added up instead of x (``arguments_of``)."""
+    factor: float | None = None
+    """Multiplies x."""
+    second_ptr: Tensor | None = None
+    """What is added to that."""
+    stride_second: int | None = None
+    second_factor: float | None = None
+    """Multiplies what is added."""
+
+
+class Parts(NamedTuple):
+    """What is added to the residual stream where that is no tensor, or the factor of a gate."""
+
+    choices: ExpertChoices | None = None
+    weighed: WeighedSum | None = None
+    """Its second part and factors; the first is the tensor, or the choices."""
+    gate_factor: float = 1.0
 
 
 class NormConstants(NamedTuple):
@@ -79,6 +95,10 @@ class NormConstants(NamedTuple):
     is_quantized: bool
     top_k: int = 0
     is_divided: bool = False
+    num_weighed: int = 0
+    """Parts with factors that x is the sum of."""
+    gate_factor: float = 1.0
+    """Multiplies the gate of what is normalised."""
 
 
 class NormLaunch(NamedTuple):
@@ -132,6 +152,12 @@ def norm_rows(program, norm, num_rows, NORM: tl.constexpr, OVERLAPS: tl.constexp
         x_RD = sum_of_choices(*norm.choices, *elements, D, TOP_K, IS_DIVIDED).to(tl.float32)
     else:
         x_RD = tl.load(norm.x_ptr + x_offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
+    if NORM.num_weighed > 0:
+        x_RD *= norm.factor
+        if NORM.num_weighed > 1:
+            second_RD_ptr = norm.second_ptr + (token_R * norm.stride_second)[:, None] + col_D[None, :]
+            x_RD += tl.load(second_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32) * norm.second_factor
+        x_RD = x_RD.to(dtype).to(tl.float32)
     if NORM.adds:
         total_RD = x_RD + tl.load(other_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
         rounded_RD = total_RD.to(dtype)
@@ -140,6 +166,7 @@ def norm_rows(program, norm, num_rows, NORM: tl.constexpr, OVERLAPS: tl.constexp
     if NORM.gate != "":
         gate_RD = tl.load(other_RD_ptr, mask=mask_RD, other=0.0).to(tl.float32)
     if NORM.gate == "silu before":
+        gate_RD *= NORM.gate_factor
         x_RD = x_RD * (gate_RD * tl.sigmoid(gate_RD))
     rstd_R = tl.rsqrt(tl.sum(x_RD * x_RD, axis=1) / D + norm.eps)
     normed_RD = x_RD * rstd_R[:, None]
@@ -217,8 +244,8 @@ def add_rms_norm(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> 
     Only ``residual`` may have an inner stride: a tensor ``x`` has to be written in place. Choices are added up in the
     same launch.
     """
-    total, choices = _total_of(x)
-    return _launch(total, _with_dense_rows(residual), weight_D, eps, use="add", choices=choices), total
+    total, parts = _total_of(x)
+    return _launch(total, _with_dense_rows(residual), weight_D, eps, use="add", parts=parts), total
 
 
 def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -229,9 +256,9 @@ def rms_norm_zero_centered(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_zero_centered(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As :func:`add_rms_norm`, with the zero-centred norm."""
-    total, choices = _total_of(x)
+    total, parts = _total_of(x)
     kind = {"is_zero_centered": True, "use": "add"}
-    return _launch(total, _with_dense_rows(residual), weight_D, eps, **kind, choices=choices), total
+    return _launch(total, _with_dense_rows(residual), weight_D, eps, **kind, parts=parts), total
 
 
 def deferred_add_norm(
@@ -270,10 +297,12 @@ def rms_norm_sigmoid_gated(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float
     return _launch(_with_dense_rows(x), _with_dense_rows(gate), weight_D, eps, use="sigmoid")
 
 
-def rms_norm_of_gated(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int) -> Tensor:
-    """Multiply by ``silu(gate)`` in float32, normalise each group of channels, round, multiply by the weight."""
+def rms_norm_of_gated(
+    x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float, num_groups: int, gate_factor: float = 1.0
+) -> Tensor:
+    """Multiply by ``silu(gate_factor gate)``, normalise each group of channels, round, multiply by the weight."""
     x_TGD, gate_TGD = (_with_dense_rows(x).unflatten(1, (num_groups, -1)) for x in (x_TD, gate_TD))
-    return _launch(x_TGD, gate_TGD, weight_D, eps, use="silu before").flatten(1)
+    return _launch(x_TGD, gate_TGD, weight_D, eps, use="silu before", parts=Parts(gate_factor=gate_factor)).flatten(1)
 
 
 def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -284,8 +313,8 @@ def rms_norm_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows
 
 def add_rms_norm_quantized(x: Summand, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[QuantizedRows, Tensor]:
     """As :func:`add_rms_norm` of rows, quantised in the same launch; the plain result is kept."""
-    total, choices = _total_of(x)
-    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, choices, use="add"), total
+    total, parts = _total_of(x)
+    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, parts, use="add"), total
 
 
 def rms_norm_zero_centered_quantized(x: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -298,9 +327,9 @@ def add_rms_norm_zero_centered_quantized(
     x: Summand, residual: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[QuantizedRows, Tensor]:
     """As :func:`add_rms_norm_zero_centered` of rows, quantised in the same launch; the plain result is kept."""
-    total, choices = _total_of(x)
+    total, parts = _total_of(x)
     kind = {"is_zero_centered": True, "use": "add"}
-    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, choices, **kind), total
+    return _launch_quantized(total, _with_dense_rows(residual), weight_D, eps, parts, **kind), total
 
 
 def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float) -> QuantizedRows:
@@ -327,16 +356,26 @@ ADD_NORMS = {
 
 
 def _launch_quantized(
-    x: Tensor, other: Tensor, weight_D: Tensor, eps: float, choices: ExpertChoices | None = None, **kind: Any
+    x: Tensor, other: Tensor, weight_D: Tensor, eps: float, parts: Parts | None = None, **kind: Any
 ) -> QuantizedRows:
     rows = unfilled(len(x), x.shape[1], x, torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    _launch(x, other, weight_D, eps, rows, **kind, choices=choices)
+    _launch(x, other, weight_D, eps, rows, **kind, parts=parts)
     return rows
 
 
-def _total_of(x: Summand) -> tuple[Tensor, ExpertChoices | None]:
-    """Return where the new residual stream is stored, and choices if they are what is added to it."""
-    return (x, None) if isinstance(x, Tensor) else (torch.empty_like(x.like_sum), x)
+def _total_of(x: Summand) -> tuple[Tensor, Parts]:
+    """Return where the new residual stream is stored, and what is added to it if that is no tensor."""
+    weighed, x = (x, x.first) if isinstance(x, WeighedSum) else (None, x)
+    choices = None if isinstance(x, Tensor) else x
+    return (x if choices is None else torch.empty_like(x.like_sum)), Parts(choices, weighed)
+
+
+def _weights_of(weighed: WeighedSum | None) -> tuple[object, ...]:
+    """Return the last arguments of a norm."""
+    if weighed is None or weighed.second_TD is None:
+        return (None if weighed is None else weighed.factor,)
+    second_TD = _with_dense_rows(weighed.second_TD)
+    return weighed.factor, second_TD, second_TD.stride(0), weighed.second_factor
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
@@ -359,11 +398,11 @@ def _launch(
     *,
     is_zero_centered: bool = False,
     use: Use = "",
-    choices: ExpertChoices | None = None,
+    parts: Parts | None = None,
 ) -> Tensor | None:
     """Return the result, or fill quantised rows, and the plain ones if they are stored, as ``_prepare`` says."""
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if quantized is None else quantized
-    launch = _prepare(x, other, weight_D, eps, result, is_zero_centered=is_zero_centered, use=use, choices=choices)
+    launch = _prepare(x, other, weight_D, eps, result, parts, is_zero_centered=is_zero_centered, use=use)
     launch.run()
     return launch.argument.out_ptr
 
@@ -374,10 +413,10 @@ def _prepare(
     weight_D: Tensor,
     eps: float,
     result: Rows,
+    parts: Parts | None = None,
     *,
     is_zero_centered: bool = False,
     use: Use = "",
-    choices: ExpertChoices | None = None,
 ) -> NormLaunch:
     """Return the launch that fills rows; a sum is stored in x.
 
@@ -385,8 +424,9 @@ def _prepare(
         other: what is added, or the gate; with neither, it is not read.
         use: how ``other`` is used: added first, or as a gate of the result or of what is normalised.
         weight_D: before a norm of what a gate lets through, one weight for each head, else one for all.
-        choices: what is normalised, with ``other`` added, instead of x, which receives their sum.
+        parts: what is normalised, with ``other`` added, instead of x, which receives their sum; or a gate's factor.
     """
+    choices, weighed, gate_factor = parts or Parts()
     num_channels, block = x.shape[-1], next_power_of_2(x.shape[-1])
     out, values, scales, stride_scale = result, None, None, 0
     if isinstance(result, QuantizedRows):
@@ -411,6 +451,7 @@ def _prepare(
         stride_scale,
         eps,
         NO_CHOICES if choices is None else arguments_of(choices),
+        *_weights_of(weighed),
     )
     constants = NormConstants(
         num_channels,
@@ -422,6 +463,8 @@ def _prepare(
         weight_D.dtype == x.dtype,
         out is not None,
         values is not None,
-        *(() if choices is None else options_of(choices).values()),
+        *(NO_OPTIONS if choices is None else options_of(choices)).values(),
+        0 if weighed is None else 1 if weighed.second_TD is None else 2,
+        gate_factor,
     )
     return NormLaunch(argument, constants, x.numel() // num_channels)

@@ -56,9 +56,9 @@ def rms_norm_gated_quantized(x: Tensor, gate: Tensor, weight_D: Tensor, eps: flo
 
 
 @operation(triton("rowwise.quantizing_triton"))
-def swiglu_quantized(gate_up: Tensor, limit: float | None = None) -> QuantizedRows:
+def swiglu_quantized(gate_up: Tensor, limit: float | None = None, gate_factor: float = 1.0) -> QuantizedRows:
     """As ``swiglu`` of rows."""
-    return quantize(swiglu.reference(gate_up, limit))
+    return quantize(swiglu.reference(gate_up, limit, gate_factor))
 
 
 @operation(triton("rowwise.quantizing_triton"))

@@ -51,6 +51,7 @@ def _quantize_kernel(
     stride_scale,
     KIND: tl.constexpr,
     LIMIT: tl.constexpr,
+    GATE_FACTOR: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -65,7 +66,7 @@ def _quantize_kernel(
     if KIND != PLAIN:
         gate_K = tl.load(gate_ptr + row * stride_gate + col_K, mask=is_K, other=0.0).to(tl.float32)
     if KIND == SWIGLU:
-        x_K = silu_times(gate_K, x_K, dtype, LIMIT).to(tl.float32)
+        x_K = silu_times(gate_K * GATE_FACTOR, x_K, dtype, LIMIT).to(tl.float32)
     if KIND == SIGMOID_GATE:
         factor_K = tl.sigmoid(gate_K).to(gate_ptr.dtype.element_ty).to(tl.float32)
         x_K = (x_K * factor_K).to(dtype).to(tl.float32)
@@ -85,11 +86,11 @@ def quantized(rows: Rows) -> QuantizedRows:
     return rows if isinstance(rows, QuantizedRows) else quantize_rows(rows)
 
 
-def swiglu_quantized(gate_up: Tensor, limit: float | None = None) -> QuantizedRows:
-    """Return ``silu(gate) * up`` of ``[T, 2 I]``, quantised: the gate's inputs come before the up projection's."""
+def swiglu_quantized(gate_up: Tensor, limit: float | None = None, gate_factor: float = 1.0) -> QuantizedRows:
+    """Return ``silu(gate_factor gate) * up`` of ``[T, 2 I]``, quantised: the gate before the up projection."""
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     gate_TI, up_TI = gate_up.chunk(2, dim=1)
-    return _quantize(up_TI, gate_TI, SWIGLU.value, limit=limit)
+    return _quantize(up_TI, gate_TI, SWIGLU.value, limit=limit, gate_factor=gate_factor)
 
 
 def sigmoid_gate_quantized(x_TO: Tensor, gate_TO: Tensor) -> QuantizedRows:
@@ -107,7 +108,13 @@ def unfilled(num_rows: int, num_inputs: int, like: Tensor, plain_TI: Tensor | No
 
 
 def _quantize(
-    x_TI: Tensor, gate_TI: Tensor, kind: int, plain_TI: Tensor | None = None, limit: float | None = None
+    x_TI: Tensor,
+    gate_TI: Tensor,
+    kind: int,
+    plain_TI: Tensor | None = None,
+    *,
+    limit: float | None = None,
+    gate_factor: float = 1.0,
 ) -> QuantizedRows:
     num_rows, num_inputs = x_TI.shape
     rows = unfilled(num_rows, num_inputs, x_TI, plain_TI)
@@ -124,6 +131,7 @@ def _quantize(
             rows.scale_XT.stride(0),
             KIND=kind,
             LIMIT=limit,
+            GATE_FACTOR=gate_factor,
             BLOCK_K=block_k,
             GROUP=GROUP,
             num_warps=4,

@@ -103,6 +103,34 @@ class CausalConvolution(nn.Module):
             yield f"{prefix}bias", split(self.bias_C)
 
 
+class ScaledConvolution(CausalConvolution):
+    """A convolution of inputs times a factor for each channel, which the filter has: it is float32, as products are.
+
+    Args:
+        factor_C: float32.
+    """
+
+    factor_C: Tensor
+
+    def __init__(self, factor_C: Tensor, num_taps: int, activation: Activation, site: Site, *, has_bias: bool) -> None:
+        super().__init__(len(factor_C), num_taps, activation, site, has_bias=has_bias)
+        self.taps_CW, filter_CW = self.weight_CW, torch.zeros_like(self.weight_CW, dtype=torch.float32)
+        del self.weight_CW
+        self.register_buffer("weight_CW", filter_CW, persistent=False)
+        self.register_buffer("factor_C", factor_C, persistent=False)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().use_kernels(kernels)
+        torch.mul(self.taps_CW, self.factor_C.unsqueeze(1), out=self.weight_CW)
+
+    def targets(self, prefix: str, split: Split) -> NamedTargets:
+        """Yield the published tensors, as ``CausalConvolution.targets``."""
+        yield f"{prefix}weight", split(self.taps_CW.unsqueeze(1))
+        if self.bias_C is not None:
+            yield f"{prefix}bias", split(self.bias_C)
+
+
 class ComposedConvolution(CausalConvolution):
     """A convolution whose filter is no parameter, but composed of others when kernels are chosen.
 

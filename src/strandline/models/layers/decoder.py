@@ -60,7 +60,7 @@ class Mixer(Protocol):
     def bind(self, memory: LayerMemory) -> Any:
         """Return the layer's memory as a call takes it."""
 
-    def __call__(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
+    def __call__(self, hidden_TE: Any, step: Step, memory: Any) -> Summand:
         """Mix the step's tokens, and advance the memory; takes quantised rows if ``takes_quantized`` is set."""
 
 

@@ -30,7 +30,7 @@ from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log
 from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ScaledConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.shard import Shard
@@ -55,6 +55,16 @@ class Mamba2Names(NamedTuple):
     has_conv_bias: str = "mamba_conv_bias"
 
 
+class Multipliers(NamedTuple):
+    """Factors of the input projection's outputs."""
+
+    gate: float = 1.0
+    x: float = 1.0
+    B: float = 1.0
+    C: float = 1.0
+    dt: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
     """Sizes of the layer."""
@@ -74,8 +84,8 @@ class Mamba2Config:
     state_dtype: str = "float32"
     has_norm: bool = True
     """Whether what the gate lets through is normalised."""
-    multipliers: tuple[float, float, float, float, float] | None = None
-    """Factors of the input projection's outputs: gate (z), values (x), B, C, time step (dt). None: all are 1."""
+    multipliers: Multipliers | None = None
+    """Factors of the input projection's outputs, which what reads them applies; None: all are 1."""
 
     @classmethod
     def read(cls, fields: Fields, names: Mamba2Names, eps: float) -> "Mamba2Config":
@@ -133,7 +143,6 @@ class Mamba2Layer(nn.Module):
     """
 
     operations = (rms_norm_of_gated, silu_gate, mamba2_prefill, mamba2_decode)
-    multiplier_O: Tensor | None
 
     def __init__(self, config: Mamba2Config, site: Site) -> None:
         super().__init__()
@@ -148,21 +157,20 @@ class Mamba2Layer(nn.Module):
         self.sizes = [sum(self.conv_sizes), inner_rows, num_heads]
         self.in_proj = Projection(sum(self.sizes), config.hidden_size, site, has_bias=config.has_bias)
         """Rows: values (x), input projection (B), output projection (C), output gate (z), time step (dt)."""
-        self.conv = CausalConvolution(self.sizes[0], config.num_taps, "silu", site, has_bias=config.has_conv_bias)
+        self.multipliers = config.multipliers or Multipliers()
+        self.conv = self._convolution(site)
         self.A_log_H = site.parameter(num_heads, dtype=torch.float32)
         self.dt_bias_H = site.parameter(num_heads, dtype=torch.float32)
         self.D_H = site.gain(num_heads, dtype=torch.float32)
         self.norm_O = site.gain(inner_rows) if config.has_norm else None
         self.out_proj = SummedProjection(config.hidden_size, inner_rows, site, has_bias=config.has_out_bias)
-        self.register_buffer("multiplier_O", self._multipliers(site), persistent=False)
 
-    def _multipliers(self, site: Site) -> Tensor | None:
-        """Return what multiplies each row of the input projection; None: nothing does."""
-        if self.config.multipliers is None:
-            return None
-        z, x, B, C, dt = self.config.multipliers
-        sizes = torch.tensor([*self.conv_sizes, *self.sizes[1:]])
-        return torch.tensor([x, B, C, z, dt]).repeat_interleave(sizes).to(site.device, site.dtype)
+    def _convolution(self, site: Site) -> CausalConvolution:
+        config, (_, *factors, _) = self.config, self.multipliers
+        if factors == [1.0] * 3:
+            return CausalConvolution(self.sizes[0], config.num_taps, "silu", site, has_bias=config.has_conv_bias)
+        factor_C = torch.tensor(factors).repeat_interleave(torch.tensor(self.conv_sizes)).to(site.device)
+        return ScaledConvolution(factor_C, config.num_taps, "silu", site, has_bias=config.has_conv_bias)
 
     @property
     def spec(self) -> LayerSpec:
@@ -186,14 +194,12 @@ class Mamba2Layer(nn.Module):
 
     def replay(self, batch: StepBatch, memory: Mamba2Memory) -> None:
         """Advance the states over logged tokens alone."""
-        no_x, no_dt = (self.conv.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.sizes[2]))
+        sizes, dtype = (self.sizes[0], self.sizes[2]), self.conv.dtype
+        no_x, no_dt = (self.conv.weight_CW.new_empty(0, size, dtype=dtype) for size in sizes)
         self._prefill(no_x, no_dt, batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: Mamba2Memory) -> Tensor:
-        projected_TO = self.in_proj.multiply(hidden_TE)
-        if self.multiplier_O is not None:
-            projected_TO.mul_(self.multiplier_O)
-        x_TC, z_TO, dt_TH = projected_TO.split(self.sizes, dim=-1)
+        x_TC, z_TO, dt_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, dt_TH), step.batch)
         return self.out_proj.multiply(self._gated(out_THV.flatten(1), z_TO))
 
@@ -208,12 +214,13 @@ class Mamba2Layer(nn.Module):
 
     def _gated(self, out_TO: Tensor, z_TO: Tensor) -> Tensor:
         if self.norm_O is None:
-            return self._silu_gate(out_TO, z_TO)
+            return self._silu_gate(out_TO, z_TO, self.multipliers.gate)
         if self.group_shard != self.shard:
-            gated_TO = F.silu(z_TO.float()).mul_(out_TO)
+            gated_TO = F.silu(z_TO.float() * self.multipliers.gate).mul_(out_TO)
             scale_T1 = self._mean_square(gated_TO).add_(self.config.eps).rsqrt_()
             return gated_TO.mul_(scale_T1).to(out_TO.dtype) * self.norm_O
-        return self._rms_norm_of_gated(out_TO, z_TO, self.norm_O, self.config.eps, self.config.num_groups)
+        norm = (self.norm_O, self.config.eps, self.config.num_groups)
+        return self._rms_norm_of_gated(out_TO, z_TO, *norm, self.multipliers.gate)
 
     def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
         inputs = self._inputs(self.conv.decode(x_DC, batch, memory.window_SRC), dt_DH)
@@ -230,7 +237,8 @@ class Mamba2Layer(nn.Module):
         x_TO, B_TO, C_TO = y_TC.split(self.conv_sizes, dim=-1)
         x_THV = x_TO.unflatten(-1, (config.num_heads, config.head_dim))
         B_TGK, C_TGK = (x.unflatten(-1, (config.num_groups, config.state_dim)) for x in (B_TO, C_TO))
-        return Mamba2Inputs(x_THV, B_TGK, C_TGK, dt_TH, self.A_log_H, self.D_H, self.dt_bias_H, config.dt_limit)
+        dt = (config.dt_limit, self.multipliers.dt)
+        return Mamba2Inputs(x_THV, B_TGK, C_TGK, dt_TH, self.A_log_H, self.D_H, self.dt_bias_H, *dt)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors; the published input projection has the output gate's rows first."""

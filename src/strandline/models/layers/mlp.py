@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.binding import Kernels
+from strandline.kernels.expert_choices import Summand, weighed
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS
 from strandline.kernels.rowwise.activation import geglu, swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows
@@ -102,10 +103,9 @@ class ScaledGatedMlp(nn.Module):
         """Compute with these kernels from now on."""
         self._swiglu = self.down.fed_by(swiglu, kernels)
 
-    def forward(self, hidden_TE: Rows) -> Tensor:
-        gate_up_TO = self.gate_up.multiply(hidden_TE)
-        gate_up_TO.chunk(2, dim=-1)[0].mul_(self.gate_multiplier)
-        return self.down.multiply(self._swiglu(gate_up_TO)).mul_(self.multiplier)
+    def forward(self, hidden_TE: Rows) -> Summand:
+        activated = self._swiglu(self.gate_up.multiply(hidden_TE), None, self.gate_multiplier)
+        return weighed(self.down.multiply(activated), self.multiplier)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

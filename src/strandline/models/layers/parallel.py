@@ -6,11 +6,11 @@ Shape suffixes: T tokens of the step, E hidden size.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
+from strandline.kernels.expert_choices import Summand, WeighedSum
 from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.mamba2 import Mamba2Layer
@@ -52,11 +52,11 @@ class ParallelMixer(nn.Module):
         """Advance the states over logged tokens alone."""
         self.recurrent.replay(batch, memory[1])
 
-    def forward(self, hidden_TE: Tensor, step: Step, memory: tuple[Any, Any]) -> Tensor:
+    def forward(self, hidden_TE: Tensor, step: Step, memory: tuple[Any, Any]) -> Summand:
         factors, (attention_memory, recurrent_memory) = self.multipliers, memory
         recurrent_TE = self.recurrent(_multiplied(hidden_TE, factors.recurrent_in), step, recurrent_memory)
         attended_TE = self.attention(_multiplied(hidden_TE, factors.attention_in), step, attention_memory)
-        return torch.add(recurrent_TE.mul_(factors.recurrent_out), attended_TE, alpha=factors.attention_out)
+        return WeighedSum(recurrent_TE, factors.recurrent_out, attended_TE, factors.attention_out)
 
 
 def _multiplied(hidden_TE: Tensor, factor: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strandline.kernels.binding import Kernels
 from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
-from strandline.kernels.expert_choices import Summand, added_up
+from strandline.kernels.expert_choices import Summand, added_up, weighed
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import (
     add_rms_norm,
@@ -165,8 +165,7 @@ class PreNorm(NormedResidual):
     """Parts read the normalised stream.
 
     Args:
-        multiplier: scales each part's output before it is added. Only without one is the sum over ranks left to the
-            next norm.
+        multiplier: scales each part's output before it is added.
     """
 
     def __init__(self, norm: ResidualNorm, hidden_size: int, site: Site, *, multiplier: float = 1.0) -> None:
@@ -200,9 +199,7 @@ class PreNorm(NormedResidual):
 
     def add(self, out: Summand, stream: Stream) -> Stream:
         """Return the stream with the part's output, a summand of this rank."""
-        if self.multiplier == 1.0:
-            return Stream(stream.residual_TE, out, is_summed=False)
-        return Stream(stream.residual_TE, self._sum(out).mul_(self.multiplier))
+        return Stream(stream.residual_TE, weighed(out, self.multiplier), is_summed=False)
 
     def begin(self, embedded_TE: Tensor) -> Stream:
         """Return the stream before the first layer."""

@@ -129,7 +129,7 @@ KINDS = {
         mamba2_decode,
         mamba2_recurrent_reference,
         ((3, 20), (1, 8), (1, 8), (3,)),
-        lambda: (decay_rates(3), torch.randn(3), torch.randn(3), (0.0, 0.7)),
+        lambda: (decay_rates(3), torch.randn(3), torch.randn(3), (0.0, 0.7), 1.7),
         (3, 8, 20),
         Mamba2Inputs,
     ),

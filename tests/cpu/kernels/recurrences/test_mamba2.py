@@ -27,13 +27,14 @@ def random_inputs(num_tokens: int, head_dim: int = HEAD_DIM) -> Mamba2Inputs:
     )
 
 
-@pytest.mark.parametrize("dt_limit", [(0.0, torch.inf), (0.2, 1.0)])
-def test_prefill_equals_transformers(dt_limit: tuple[float, float]) -> None:
-    x_THV, B_TGK, C_TGK, dt_TH, A_log_H, D_H, dt_bias_H, _ = inputs = random_inputs(150)._replace(dt_limit=dt_limit)
+@pytest.mark.parametrize(("dt_limit", "dt_factor"), [((0.0, torch.inf), 1.0), ((0.2, 1.0), 0.4)])
+def test_prefill_equals_transformers(dt_limit: tuple[float, float], dt_factor: float) -> None:
+    inputs = random_inputs(150)._replace(dt_limit=dt_limit, dt_factor=dt_factor)
+    x_THV, B_TGK, C_TGK, dt_TH, A_log_H, D_H, dt_bias_H, *_ = inputs
     state_SHKV = torch.randn(3, HEADS, STATE_DIM, HEAD_DIM)
     expected_BTHV, expected_BHVK = mamba2_chunk_scan(
         x_THV[None],
-        dt_TH[None],
+        dt_factor * dt_TH[None],
         -A_log_H.exp(),
         B_TGK[None],
         C_TGK[None],

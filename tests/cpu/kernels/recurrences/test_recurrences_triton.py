@@ -46,7 +46,7 @@ KINDS = {
     "mamba2-odd": replace(
         test_chunkwise.KINDS["mamba2"],
         tokens=((3, 7), (1, 5), (1, 5), (3,)),
-        parameters=lambda: (decay_rates(3), torch.randn(3), torch.randn(3), (0.0, 0.7)),
+        parameters=lambda: (decay_rates(3), torch.randn(3), torch.randn(3), (0.0, 0.7), 1.7),
         state=(3, 5, 7),
     ),
     "mamba2-wide": replace(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.expert_choices import ExpertChoices, added_up
+from strandline.kernels.expert_choices import ExpertChoices, WeighedSum, added_up, weighed
 from strandline.kernels.rowwise import activation, norm
 from strandline.kernels.rowwise.quantized_rows import plain_rows
 from tests.cpu.kernels.rowwise.test_quantizing_triton import assert_quantized
@@ -92,6 +92,31 @@ def check_norms_of_choices(num_tokens: int, size: int, dtype: torch.dtype, devic
                     assert_quantized(actual, plain_rows(actual))
 
 
+def check_norms_of_weighed_sums(num_tokens: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Norms apply factors of one part, tensor or choices, and of two, and add these up, as the reference does."""
+    first_TD, second_TD, residual_TD = (view_of_wider((num_tokens, size), dtype, device) for _ in range(3))
+    weight_D = torch.randn(size, device=device).to(dtype)
+    choices = choices_of(num_tokens, size, dtype, device, is_divided=True)
+    for kind in ("", "_zero_centered"):
+        for end in ("", "_quantized"):
+            for first, *second in ((first_TD,), (choices,), (first_TD, second_TD, 1.5)):
+                sums = (
+                    weighed(WeighedSum(first if first is choices else first_TD.clone(), 0.6, *second), 0.5)
+                    for _ in range(2)
+                )
+                with poisoned_memory():
+                    actual, total = getattr(norm_triton, f"add_rms_norm{kind}{end}")(
+                        next(sums), residual_TD, weight_D, EPS
+                    )
+                reference = getattr(norm, f"add_rms_norm{kind}").reference
+                expected, expected_total = reference(added_up(next(sums)), residual_TD, weight_D, EPS)
+                # The interpreter cuts bfloat16 off, which counts for more where summands cancel out.
+                tolerance = 1e-6 if dtype == torch.float32 else 2**-6
+                for found_TD, wanted_TD in ((total, expected_total), (plain_rows(actual), expected)):
+                    error = (found_TD.float() - wanted_TD.float()).norm()
+                    assert error <= tolerance * wanted_TD.float().norm()
+
+
 def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
     x, gate = torch.randn(shape, device=device).to(dtype), view_of_wider(shape, dtype, device)
     weight_D = torch.randn(shape[-1], device=device).to(weight_dtype)
@@ -104,9 +129,11 @@ def check_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: t
 def check_norm_of_gated(num_rows: int, size: int, num_groups: int, dtype: torch.dtype, device: str) -> None:
     x_TD, gate_TD = (view_of_wider((num_rows, size), dtype, device) for _ in range(2))
     weight_D = torch.randn(size, device=device).to(dtype)
-    with poisoned_memory():
-        actual = norm_triton.rms_norm_of_gated(x_TD, gate_TD, weight_D, EPS, num_groups)
-    near(actual, norm.rms_norm_of_gated.reference(x_TD, gate_TD, weight_D, EPS, num_groups))
+    for gate_factor in (1.0, 0.6):
+        options = (weight_D, EPS, num_groups, gate_factor)
+        with poisoned_memory():
+            actual = norm_triton.rms_norm_of_gated(x_TD, gate_TD, *options)
+        near(actual, norm.rms_norm_of_gated.reference(x_TD, gate_TD, *options))
 
 
 def check_quantized_norms(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -142,14 +169,15 @@ def check_quantized_gated_norm(shape: tuple[int, int, int], dtype: torch.dtype, 
 def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> None:
     gate_up = view_of_wider((num_rows, 2 * size), dtype, device)
     with poisoned_memory():
-        near(activation_triton.swiglu(gate_up), activation.swiglu.reference(gate_up))
+        for options in ((), (None, 0.6)):
+            near(activation_triton.swiglu(gate_up, *options), activation.swiglu.reference(gate_up, *options), 2)
         for is_tanh in (False, True):
             near(activation_triton.geglu(gate_up, is_tanh), activation.geglu.reference(gate_up, is_tanh), 2)
-    for name in ("sigmoid_gate", "silu_gate"):
+    for name, factors in (("sigmoid_gate", ()), ("silu_gate", ()), ("silu_gate", (0.6,))):
         x_TO, gate_TO = (view_of_wider((num_rows, size), dtype, device) for _ in range(2))
-        expected_TO = getattr(activation, name).reference(x_TO.clone(), gate_TO)
-        actual_TO = getattr(activation_triton, name)(x_TO, gate_TO)
-        near(actual_TO, expected_TO)
+        expected_TO = getattr(activation, name).reference(x_TO.clone(), gate_TO, *factors)
+        actual_TO = getattr(activation_triton, name)(x_TO, gate_TO, *factors)
+        near(actual_TO, expected_TO, 1 + len(factors))
         assert actual_TO.data_ptr() == x_TO.data_ptr()
     x_TO = torch.randn(num_rows, size, device=device).to(dtype)
     expected_TO = activation.relu_squared.reference(x_TO.clone())
@@ -161,6 +189,12 @@ def check_gates(num_rows: int, size: int, dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (5, 130), (3, 2048)])
 def test_norms_add_up_choices_of_experts(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     check_norms_of_choices(num_tokens, size, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (5, 130)])
+def test_norms_add_up_parts_with_factors(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    check_norms_of_weighed_sums(num_tokens, size, dtype, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

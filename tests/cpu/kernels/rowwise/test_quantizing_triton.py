@@ -25,6 +25,7 @@ def check_quantizing(num_rows: int, num_inputs: int, dtype: torch.dtype, device:
         (quantize_rows(gate_up), gate_up),
         (quantizing_triton.swiglu_quantized(gate_up), activation_triton.swiglu(gate_up)),
         (quantizing_triton.swiglu_quantized(gate_up, 0.01), activation_triton.swiglu(gate_up, 0.01)),
+        (quantizing_triton.swiglu_quantized(gate_up, None, 0.6), activation_triton.swiglu(gate_up, None, 0.6)),
         (quantizing_triton.sigmoid_gate_quantized(x, gate), activation_triton.sigmoid_gate(x.clone(), gate)),
     ):
         assert_quantized(rows, plain)

@@ -9,6 +9,7 @@ from tests.cpu.kernels.rowwise.test_norm_triton import (
     check_norm_of_gated,
     check_norms,
     check_norms_of_choices,
+    check_norms_of_weighed_sums,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -18,6 +19,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("shape", [(1, 8), (65, 130), (1, 2048), (130, 2560), (1000, 2048), (63, 16, 256)], ids=str)
 def test_norms_equal_the_torch_versions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check_norms(shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (65, 2048), (5, 130)])
+def test_norms_add_up_parts_with_factors(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    check_norms_of_weighed_sums(num_tokens, size, dtype, "cuda")
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
