@@ -49,10 +49,18 @@ def test_shards_compute_what_the_whole_computes(directory_of: Any, name: str, co
 
 @pytest.mark.parametrize(
     ("name", "num_norms_of_layer"),
-    [("llama", 2), ("qwen3_5_moe", 2), ("nemotron_h", 1), ("lfm2_moe", 2), ("granite_hybrid", 0), ("minimax", 0)],
+    [
+        ("llama", 2),
+        ("qwen3_5_moe", 2),
+        ("nemotron_h", 1),
+        ("lfm2_moe", 2),
+        ("granite_hybrid", 2),
+        ("falcon_h1", 2),
+        ("minimax", 0),
+    ],
 )
 def test_norms_behind_parts_sum_over_ranks(directory_of: Any, name: str, num_norms_of_layer: int) -> None:
-    """But for a multiplier between the two, and for layers that scale the stream."""
+    """But for layers that scale the stream."""
     directory, tokens = directory_of(name), families.prompt(9)
 
     def logits(ranks: RankThread) -> Tensor:

@@ -50,7 +50,7 @@ def store_rows(
     if IS_SPLIT:
         partial_M = ((row_M - first_row) * NUM_HEADS + head_M) * num_splits + split
         tl.store(lse_ptr + partial_M, tl.where(has_seen_M, max_M + tl.log2(divisor_M), float("-inf")), mask=is_row_M)
-        # A split that has seen nothing leaves its place unwritten; no one reads it.
+        # A split that has seen nothing leaves its place unwritten.
         is_stored_MD = (is_row_M & has_seen_M)[:, None] & (channel_D < HEAD_DIM)[None, :]
         tl.store(partial_ptr + (partial_M * HEAD_DIM)[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
     else:
@@ -84,23 +84,23 @@ def _combine_kernel(
     partial_ptr += row * num_splits * HEAD_DIM
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    max_S = tl.full([BLOCK_S], float("-inf"), dtype=tl.float32)
-    for first in range(0, num_splits, BLOCK_S):
-        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
-        max_S = tl.maximum(max_S, lse_S)
-    max_lse = tl.max(max_S, axis=0)
-    max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)
-    total_S = tl.zeros([BLOCK_S], dtype=tl.float32)
+    max_lse = float("-inf")
+    total = 0.0
     out_D = tl.zeros([BLOCK_D], dtype=tl.float32)
     for first in range(0, num_splits, BLOCK_S):
-        lse_S = tl.load(lse_ptr + first + split_S, mask=first + split_S < num_splits, other=float("-inf"))
-        weight_S = tl.exp2(lse_S - max_lse)
-        is_read_SD = (lse_S > float("-inf"))[:, None] & (channel_D < HEAD_DIM)[None, :]
+        is_split_S = first + split_S < num_splits
+        lse_S = tl.load(lse_ptr + first + split_S, mask=is_split_S, other=float("-inf"))
+        # Loaded with the sums, not after them: what a split has not written is dropped.
         partial_ptr_SD = partial_ptr + ((first + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
-        partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
-        total_S += weight_S
-        out_D += tl.sum(partial_SD * weight_S[:, None], axis=0)
-    total = tl.sum(total_S, axis=0)
+        partial_SD = tl.load(partial_ptr_SD, mask=is_split_S[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
+        partial_SD = tl.where((lse_S > float("-inf"))[:, None], partial_SD, 0.0)
+        new_max = tl.maximum(max_lse, tl.max(lse_S, axis=0))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight_S = tl.exp2(lse_S - finite_max)
+        decay = tl.exp2(max_lse - finite_max)
+        total = total * decay + tl.sum(weight_S, axis=0)
+        out_D = out_D * decay + tl.sum(partial_SD * weight_S[:, None], axis=0)
+        max_lse = new_max
     out_D = out_D / tl.where(total > 0.0, total, 1.0)
     out_ptr_D = out_ptr + (first_row.to(tl.int64) * NUM_HEADS + row) * HEAD_DIM + channel_D
     tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)
