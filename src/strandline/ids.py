@@ -4,7 +4,7 @@ Ids are integers with distinct types, so that a block id cannot be passed where 
 Index 0 is the *null* block, slot or log: it stands for fresh zeros, is never read from memory and never written.
 """
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Final, NewType
 
 BlockId = NewType("BlockId", int)
@@ -16,6 +16,13 @@ SlotId = NewType("SlotId", int)
 LogId = NewType("LogId", int)
 """Memory for the log of one running sequence: tokens that are not folded into its recurrent state yet."""
 
+Lifetime = NewType("Lifetime", int)
+"""How long blocks are needed. Those of each lifetime have a size and ids of their own.
+
+``PATH``, or the number of a size of windows, from 1: blocks of layers with such windows are needed until these have
+passed them.
+"""
+
 RequestId = NewType("RequestId", str)
 
 TransferId = NewType("TransferId", int)
@@ -23,15 +30,6 @@ TransferId = NewType("TransferId", int)
 
 AUDIT_PREFIX: Final = "audit of "
 """Prefix of the ids of audit replays; reserved."""
-
-
-class Lifetime(Enum):
-    """How long blocks are needed. Those of each lifetime have a size and ids of their own."""
-
-    PATH = "path"
-    """Keys and values of layers that attend to all tokens before."""
-    WINDOW = "window"
-    """Those of layers with windows, if kept apart: needed until the windows have passed them."""
 
 
 class PendingToken(IntEnum):
@@ -45,6 +43,9 @@ class PendingToken(IntEnum):
 
 BLOCK_TOKENS: Final = 64
 """Tokens in a block. A constant: it depends neither on the model nor on the size of its recurrent state."""
+
+PATH: Final = Lifetime(0)
+"""The lifetime of keys and values of layers that attend to all tokens before."""
 
 NULL_BLOCK: Final = BlockId(0)
 NULL_SLOT: Final = SlotId(0)

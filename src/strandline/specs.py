@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Final, NamedTuple
 
-from strandline.ids import BLOCK_TOKENS, Lifetime
+from strandline.ids import BLOCK_TOKENS, PATH, Lifetime
 
 E4M3: Final = "float8_e4m3fn"
 """The dtype of keys and values that are kept in FP8."""
@@ -221,6 +221,12 @@ class WindowSize(NamedTuple):
         return (self.num_tokens + 2 * BLOCK_TOKENS - 3) // BLOCK_TOKENS
 
 
+def _window_blocks_in(slab_bytes: int, window: WindowSize) -> int:
+    """Return the most window blocks that divide a slab evenly, at aligned addresses."""
+    most = slab_bytes // window.block_bytes
+    return next(count for count in range(most, 0, -1) if slab_bytes % (count * ALIGN_BYTES) == 0)
+
+
 class SnapshotSize(NamedTuple):
     """Memory that snapshots take in host memory and on disk, where a block of a path is the unit."""
 
@@ -274,32 +280,40 @@ class ModelSpec:
 
     def lifetime_of(self, layer: LayerSpec) -> Lifetime:
         """Return which blocks hold a layer's streams."""
-        is_windowed = self.has_window_blocks and layer.window_tokens is not None
-        return Lifetime.WINDOW if is_windowed else Lifetime.PATH
+        if not self.has_window_blocks or not layer.streams or layer.window_tokens is None:
+            return PATH
+        return Lifetime(1 + self._windows_tokens.index(layer.window_tokens))
+
+    @cached_property
+    def _windows_tokens(self) -> tuple[int, ...]:
+        """The sizes of layers' windows, ascending."""
+        sizes = (layer.window_tokens for layer in self.layers if layer.streams)
+        return tuple(sorted({size for size in sizes if size is not None}))
+
+    @property
+    def lifetimes(self) -> range:
+        """The lifetimes of blocks, that of paths first."""
+        return range(1 + len(self.window_sizes))
 
     def _block_bytes_of(self, lifetime: Lifetime) -> int:
-        return sum(layer.block_bytes for layer in self.layers if self.lifetime_of(layer) is lifetime)
+        return sum(layer.block_bytes for layer in self.layers if self.lifetime_of(layer) == lifetime)
 
     @cached_property
     def raw_block_bytes(self) -> int:
         """Bytes of one block: stream after stream, layer after layer; the least that is addressed if it holds none."""
-        return max(self._block_bytes_of(Lifetime.PATH), ALIGN_BYTES)
+        return max(self._block_bytes_of(PATH), ALIGN_BYTES)
 
     @cached_property
-    def raw_window_block_bytes(self) -> int:
-        """Bytes of one window block; 0: there are none."""
-        return self._block_bytes_of(Lifetime.WINDOW)
+    def window_sizes(self) -> tuple[WindowSize, ...]:
+        """The sizes of windows whose layers have window blocks, ascending, by lifetime.
 
-    @cached_property
-    def max_window_tokens(self) -> int:
-        """Number of last tokens whose streams in window blocks are stored; 0: there are no such blocks.
-
-        As many as any layer reads. Without states one more, since the last token of a prompt that ends at a snapshot is
-        computed again.
+        As many tokens are stored as these layers read. Without states one more, since the last token of a prompt that
+        ends at a snapshot is computed again.
         """
-        windowed = (layer for layer in self.layers if self.lifetime_of(layer) is Lifetime.WINDOW)
-        most = max((layer.window_tokens or 0 for layer in windowed), default=0)
-        return most + (most > 0 and not self.has_states)
+        return tuple(
+            WindowSize(num_tokens + (not self.has_states), self._block_bytes_of(Lifetime(number)))
+            for number, num_tokens in enumerate(self._windows_tokens if self.has_window_blocks else (), 1)
+        )
 
     @cached_property
     def raw_slot_bytes(self) -> int:
@@ -323,34 +337,33 @@ class ModelSpec:
         Window blocks divide a slab evenly: of the sizes up to twice the smallest, the one whose slots and window
         blocks waste least.
         """
-        least = max(1, -(-max(self.raw_slot_bytes, self.raw_window_block_bytes) // self.block_bytes))
+        largest = max((self.raw_slot_bytes, *(window.block_bytes for window in self.window_sizes)))
+        least = max(1, -(-largest // self.block_bytes))
         return min(range(least, 2 * least + 1), key=self._wasted_share) if self.has_window_blocks else least
 
     def _wasted_share(self, num_blocks: int) -> float:
-        """Return the share of a slab of this many blocks that window blocks do not use, or slots beyond the least."""
-        slab_bytes = num_blocks * self.block_bytes
-        num_window_blocks = self._window_blocks_in(slab_bytes)
-        return 2 - (num_window_blocks * self.raw_window_block_bytes + self.raw_slot_bytes) / slab_bytes
+        """Return the share of a slab of this many blocks that window blocks do not use, or slots beyond the least.
 
-    def _window_blocks_in(self, slab_bytes: int) -> int:
-        """Return the most window blocks that divide a slab evenly, at aligned addresses."""
-        most = slab_bytes // self.raw_window_block_bytes
-        return next(count for count in range(most, 0, -1) if slab_bytes % (count * ALIGN_BYTES) == 0)
+        Of each size of windows, and added up.
+        """
+        slab_bytes, windows = num_blocks * self.block_bytes, self.window_sizes
+        used_bytes = sum(_window_blocks_in(slab_bytes, window) * window.block_bytes for window in windows)
+        return 1 + len(windows) - (used_bytes + self.raw_slot_bytes) / slab_bytes
 
     @cached_property
-    def window_blocks_per_slab(self) -> int:
-        """Number of window blocks in one slab; 0: there are none."""
-        return self._window_blocks_in(self.slab_bytes) if self.has_window_blocks else 0
+    def window_blocks_per_slab(self) -> tuple[int, ...]:
+        """Number of window blocks in one slab, for each size of windows."""
+        return tuple(_window_blocks_in(self.slab_bytes, window) for window in self.window_sizes)
 
     @property
     def num_null_blocks(self) -> int:
-        """Blocks that are not allocated, at the start: the null blocks of both kinds are there."""
-        return -(-self.blocks_per_slab // self.window_blocks_per_slab) if self.has_window_blocks else 1
+        """Blocks that are not allocated, at the start: the null blocks of all kinds are there."""
+        return max((-(-self.blocks_per_slab // count) for count in self.window_blocks_per_slab), default=1)
 
-    @property
-    def window_block_bytes(self) -> int:
-        """Stride from window block to window block; 0: there are none."""
-        return self.slab_bytes // self.window_blocks_per_slab if self.has_window_blocks else 0
+    @cached_property
+    def window_strides_bytes(self) -> tuple[int, ...]:
+        """Stride from window block to window block, for each size of windows."""
+        return tuple(self.slab_bytes // count for count in self.window_blocks_per_slab)
 
     @property
     def block_bytes(self) -> int:
@@ -391,22 +404,6 @@ class ModelSpec:
     def at_rest(self, dtype: str) -> "ModelSpec":
         """Return the spec of blocks and slots in host memory and on disk, with snapshots in this dtype."""
         return replace(self, layers=tuple(layer.at_rest(dtype) for layer in self.layers))
-
-    @cached_property
-    def window_sizes(self) -> tuple[WindowSize, ...]:
-        """The sizes of windows whose layers have window blocks."""
-        if not self.has_window_blocks:
-            return ()
-        return (WindowSize(self.max_window_tokens, self.raw_window_block_bytes),)
-
-    @property
-    def snapshot_window_blocks(self) -> int:
-        """The most window blocks of a snapshot; 0: there are none."""
-        return sum(window.max_blocks for window in self.window_sizes)
-
-    def num_window_blocks_before(self, position: int) -> int:
-        """Return how many window blocks a snapshot at a position has."""
-        return sum(window.num_blocks_before(position) for window in self.window_sizes)
 
     def stored_snapshots(self, dtype: str) -> SnapshotSize:
         """Return what snapshots take in host memory and on disk: the slot in this dtype, if any, and the windows."""

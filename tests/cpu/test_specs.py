@@ -7,7 +7,7 @@ import pytest
 
 import strandline
 from strandline.bench.known_models import GEOMETRIES
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, PATH
 from strandline.models.geometry import read_model_size
 from strandline.specs import (
     ALIGN_BYTES,
@@ -123,14 +123,28 @@ def test_stored_snapshots_take_the_window_at_their_position() -> None:
     assert SnapshotSize(0, 100).sizes_bytes == ()
 
 
-def test_windows_are_as_long_as_the_longest() -> None:
+def test_blocks_of_windows_hold_the_layers_of_one_size() -> None:
     narrow, wide = (replace(kv_spec(1, 4, "bfloat16"), window_tokens=size) for size in (64, 128))
     states = LayerSpec(states=(STATE,))
 
     def windowed(*layers: LayerSpec) -> ModelSpec:
         return replace(model(*layers), has_window_blocks=True)
 
-    assert windowed(narrow, states, wide).max_window_tokens == 128
-    assert windowed(narrow, wide).max_window_tokens == 129, "the last token of a prompt is computed again"
-    assert model(narrow, states).max_window_tokens == 0
-    assert windowed(narrow, states, wide).raw_window_block_bytes == 2 * model(narrow).raw_block_bytes
+    block_bytes = model(narrow).raw_block_bytes
+    assert windowed(wide, narrow, states, wide).window_sizes == ((64, block_bytes), (128, 2 * block_bytes))
+    assert [size.num_tokens for size in windowed(narrow, wide).window_sizes] == [65, 129], "a token is computed again"
+    assert model(narrow, states).window_sizes == ()
+    spec = windowed(wide, narrow, states, kv_spec(1, 4, "bfloat16"))
+    assert [spec.lifetime_of(layer) for layer in spec.layers] == [2, 1, PATH, PATH]
+
+
+def test_window_blocks_of_each_size_divide_a_slab() -> None:
+    layers = [replace(kv_spec(1, width, "bfloat16"), window_tokens=size) for width, size in ((4, 64), (12, 128))]
+    spec = replace(model(*layers, kv_spec(1, 20, "bfloat16")), has_window_blocks=True)
+    for size, stride_bytes, count in zip(
+        spec.window_sizes, spec.window_strides_bytes, spec.window_blocks_per_slab, strict=True
+    ):
+        assert stride_bytes * count == spec.slab_bytes
+        assert stride_bytes >= size.block_bytes
+        assert stride_bytes % ALIGN_BYTES == 0
+    assert spec.num_null_blocks * spec.block_bytes >= max(spec.window_strides_bytes)

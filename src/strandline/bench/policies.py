@@ -10,7 +10,7 @@ from strandline.cache.policy import AUTO, new_cache
 from strandline.cache.policy.placements import Align, EveryBoundary, NoSnapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.policy.worth import LeastRecentlyUsed
-from strandline.cache.size import CacheSize
+from strandline.cache.size import CacheSize, WindowClass
 from strandline.clock import Clock
 from strandline.errors import ConfigError
 from strandline.records.account import SnapshotKind
@@ -62,24 +62,24 @@ def make_cache(
     rule: ResumeRule = AT_SNAPSHOTS,
     *,
     announcer: Announcer | None = None,
-    windows: tuple[int, int] = (0, 0),
+    windows: tuple[WindowClass, ...] = (),
 ) -> PrefixCache:
     """Return an empty cache with a policy.
 
     Args:
-        windows: tokens of the longest window, and window blocks in a slab; 0, 0: there are none.
+        windows: the sizes of windows.
 
     Raises:
         ConfigError: the policy has a fixed share for slots, and window blocks belong to neither share.
     """
-    if chosen.slot_share is not None and windows[0]:
+    if chosen.slot_share is not None and windows:
         raise ConfigError(
             f"the policy divides the memory between slots ({chosen.slot_share:.0%}) and blocks, and this model has "
             "window blocks as well; replay it with another policy, such as auto-lru"
         )
     max_slots = None if chosen.slot_share is None else int(chosen.slot_share * num_slabs)
     return new_cache(
-        CacheSize(num_slabs, blocks_per_slab, max_slots, 0, 0, *windows),
+        CacheSize(num_slabs, blocks_per_slab, max_slots, windows=windows),
         rule=rule,
         order=LeastRecentlyUsed() if chosen.evicts_oldest else None,
         placement=chosen.placement,

@@ -14,6 +14,7 @@ from strandline.bench.simulated_store import HOST_BYTES_PER_S, LATENCY_S, Simula
 from strandline.bench.traces import Call
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.policy.resume_rules import resume_rule
+from strandline.cache.policy.window_classes import window_classes
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
 from strandline.config import buffer_blocks
@@ -168,7 +169,7 @@ class Replica:
             self.clock,
             rule,
             announcer=announcer,
-            windows=(spec.max_window_tokens, spec.window_blocks_per_slab),
+            windows=window_classes(spec),
         )
         rates = {"host": machine.host_bytes_per_s, "disk": machine.disk_bytes_per_s}
         self.store = SimulatedStores(spec.at_rest(machine.snapshot_dtype), rates)
@@ -189,10 +190,10 @@ class Replica:
         # Three slabs stay for a request's own state, a snapshot and the slab that is not whole.
         blocks_per_slab = self.machine.spec.blocks_per_slab
         slabs_for_blocks = self.cache.memory_use().max_blocks // blocks_per_slab - 3
-        if self.machine.spec.has_window_blocks:
+        for window in window_classes(self.machine.spec):
             # And those of the window and the tokens of a step, which may begin and end inside blocks.
-            seen_tokens = self.machine.spec.max_window_tokens + self.machine.max_num_batched_tokens
-            slabs_for_blocks -= -(-(seen_tokens // BLOCK_TOKENS + 3) // self.machine.spec.window_blocks_per_slab)
+            seen_tokens = window.num_tokens + self.machine.max_num_batched_tokens
+            slabs_for_blocks -= -(-(seen_tokens // BLOCK_TOKENS + 3) // window.blocks_per_slab)
         return slabs_for_blocks * blocks_per_slab * BLOCK_TOKENS
 
     def add(self, running: Running) -> None:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from strandline.records.actions import Action, Completion, LoadIn, StoredPath, StoreOut
+from strandline.records.actions import Action, Completion, LoadIn, SnapshotCopy, StoredPath, StoreOut
 from strandline.specs import ModelSpec
 
 HOST_BYTES_PER_S: Final = 5.5e10
@@ -34,6 +34,8 @@ class SimulatedStores:
 
     def __init__(self, spec: ModelSpec, bytes_per_s: Mapping[str, float]) -> None:
         self._spec = spec
+        self._snapshots = spec.stored_snapshots("float32")
+        """Their sizes: the states' dtypes are those of the spec."""
         self._bytes_per_s = bytes_per_s
         self._ends: list[tuple[float, EndedTransfer]] = []
         self._free_at_s = defaultdict[tuple[str, type[Action]], float](float)
@@ -45,23 +47,21 @@ class SimulatedStores:
         for action in actions:
             match action:
                 case LoadIn(blocks=blocks, snapshots=snapshots):
-                    num_bytes = self._num_bytes(
-                        len(blocks), len(snapshots), sum(len(each.window) for each in snapshots)
-                    )
+                    num_bytes = len(blocks) * self._spec.block_bytes + sum(map(self._bytes_of, snapshots))
                     self.loaded_bytes += num_bytes
                     self._begin(action, num_bytes, now_s)
                 case StoreOut(path=StoredPath() as path):
                     num_blocks = len(path.addresses) + (path.tail_address > 0)
-                    num_slots = int(path.address > 0)
-                    num_window_blocks = num_slots * self._spec.num_window_blocks_before(path.position)
-                    self._begin(action, self._num_bytes(num_blocks, num_slots, num_window_blocks), now_s)
+                    num_bytes = num_blocks * self._spec.block_bytes
+                    num_bytes += (path.address > 0) * self._snapshots.bytes_at(path.position)
+                    self._begin(action, num_bytes, now_s)
                 case _:
                     pass
 
-    def _num_bytes(self, num_blocks: int, num_slots: int, num_window_blocks: int) -> int:
-        spec, num_bytes = self._spec, num_blocks * self._spec.block_bytes
-        num_bytes += num_slots * spec.raw_slot_bytes * spec.has_states
-        return num_bytes + num_window_blocks * spec.raw_window_block_bytes
+    def _bytes_of(self, copy: SnapshotCopy) -> int:
+        """Return the stored bytes of a snapshot."""
+        sizes = zip(copy.windows, self._snapshots.windows, strict=True)
+        return self._snapshots.slot_bytes + sum(len(window) * size.block_bytes for window, size in sizes)
 
     def _begin(self, action: LoadIn | StoreOut, num_bytes: int, now_s: float) -> None:
         lane = action.store, type(action)

@@ -83,8 +83,7 @@ class PrefixCache:
         self._leases: dict[RequestId, Lease] = {}
         self._reuse = reuse
         self._announcer = announcer
-        windows = (size.window_tokens, size.window_blocks_per_slab)
-        self._memory = CacheMemory(self._allocator, order, self._leases.values, announcer, *windows)
+        self._memory = CacheMemory(self._allocator, order, self._leases.values, announcer, size.windows)
         self._index = PrefixIndex(self._memory, self._leases.values, rule)
         self._counters = CacheCounters()
         self._publisher = Publisher(self._memory, self._reuse, self._counters, self._leases.values)
@@ -230,7 +229,7 @@ class PrefixCache:
         last = min(max(match.position + step_tokens, whole * BLOCK_TOKENS), max(len(tokens), 1))
         num_blocks = max(-(-last // BLOCK_TOKENS) - whole, 0)
         end = min(match.position + step_tokens, max(len(tokens), 1))
-        num_window_blocks = self._memory.windows.num_to_resume(match.position, end)
+        num_window_blocks = -(-end // BLOCK_TOKENS) - match.position // BLOCK_TOKENS
         return self._memory.try_pin(upper, match, num_blocks, self._states.num_slots, num_window_blocks)
 
     def _fill_lease(self, lease: Lease, match: Match) -> None:
@@ -266,7 +265,7 @@ class PrefixCache:
         """Allocate blocks for tokens up to ``end``. False when memory does not suffice; nothing has changed then."""
         memory = self._memory
         missing = max(-(-end // BLOCK_TOKENS) - len(lease.table), 0)
-        num_window_blocks = memory.windows.num_missing(lease.window, end)
+        num_window_blocks = lease.num_missing_window_blocks(end)
         if not missing and not num_window_blocks:
             return True
         while not memory.can_take(missing, 0, num_window_blocks):
@@ -275,7 +274,7 @@ class PrefixCache:
                 return False
         lease.table += memory.take_promised_blocks(missing)
         if num_window_blocks:
-            memory.windows.extend(lease.window, memory.take_promised_window_blocks(num_window_blocks))
+            memory.extend_windows(lease.windows, num_window_blocks)
         return True
 
     def reserve_step(self, lease: Lease, end: int, use: LogUse) -> StepGrant:
@@ -326,8 +325,8 @@ class PrefixCache:
             self._publisher.publish_blocks(lease)
         if lease.cuts or lease.planned_cuts:
             self._states.commit(lease)
-        if self._memory.windows.are_kept:
-            self._memory.windows.advance(lease.window, computed)
+        for window in lease.windows:
+            window.advance(computed)
 
     def _move_to_own_slot(self, lease: Lease) -> None:
         """Read the state from the lease's own slot from now on; unpin the snapshot that it was read from."""

@@ -97,7 +97,8 @@ class Holds:
         blocks = self._holds[lease.request_id] = lease.table[:]
         self._memory.allocator.hold(blocks)
         for snapshot in snapshots:
-            self._memory.windows.allocator.hold(snapshot.window.held)
+            for window in snapshot.windows:
+                window.size.allocator.hold(window.held)
         lease.held = snapshots
         lease.computed = lease.folded = len(lease.tokens)
         self._leases[lease.request_id] = lease
@@ -125,7 +126,8 @@ class Holds:
         lease.is_active = False
         self._memory.allocator.let_go(self._holds.pop(lease.request_id))
         for snapshot in lease.held or ():
-            self._memory.windows.allocator.let_go(snapshot.window.held)
+            for window in snapshot.windows:
+                window.size.allocator.let_go(window.held)
             self._memory.unpin_snapshot(snapshot)
         self._memory.take_back(lease)
 

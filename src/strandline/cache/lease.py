@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.use import NO_INTERARRIVAL
-from strandline.cache.window import NO_WINDOW, Window
+from strandline.cache.window_blocks import Windows
+from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, NULL_SLOT, LogId, RequestId, SlotId, TransferId
 from strandline.records.account import Account, SnapshotKind
 from strandline.records.tokens import TokenBuffer
@@ -24,7 +25,7 @@ class Cut:
     position: int
     slot: SlotId
     kind: SnapshotKind
-    window: Window | None = None
+    windows: Windows | None = None
     """Its window blocks; None: those of its lease, once the tokens are computed."""
 
 
@@ -91,7 +92,7 @@ class Lease:
         "tail",
         "tokens",
         "transfer",
-        "window",
+        "windows",
     )
 
     def __init__(
@@ -108,7 +109,7 @@ class Lease:
         """The bin of the time since its path was last used."""
         self.table: array[int] = array("i")
         """Its blocks in order: published ones, which are shared and immutable, then its own."""
-        self.window = NO_WINDOW
+        self.windows: Windows = ()
         """Its window blocks; of a load, a hold, or where there are no such blocks: none."""
         self.num_published = 0
         self.computed = 0
@@ -147,8 +148,22 @@ class Lease:
 
     def has_room(self, end: int) -> bool:
         """Return whether it has blocks for the tokens up to ``end``."""
-        window = self.window
-        return end <= len(self.table) * BLOCK_TOKENS and (not window.blocks or end <= len(window.blocks) * BLOCK_TOKENS)
+        windows = self.windows
+        return end <= len(self.table) * BLOCK_TOKENS and (not windows or end <= len(windows[0].blocks) * BLOCK_TOKENS)
+
+    def windows_before(self, position: int) -> Windows:
+        """Return pinned windows of what computing from a position on reads, which share blocks with its own.
+
+        Raises:
+            CacheInvariantError: it has not got all of them any more.
+        """
+        if not all(x.covers(position) and position <= len(x.blocks) * BLOCK_TOKENS for x in self.windows):
+            raise CacheInvariantError(f"the window before {position} was freed")
+        return tuple(window.part_before(position) for window in self.windows)
+
+    def num_missing_window_blocks(self, end: int) -> int:
+        """Return how many window blocks of each size it lacks for the tokens up to ``end``."""
+        return max(-(-end // BLOCK_TOKENS) - len(self.windows[0].blocks), 0) if self.windows else 0
 
     @property
     def is_return(self) -> bool:

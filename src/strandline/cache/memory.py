@@ -15,6 +15,7 @@ from strandline.cache.last_blocks import run_of_last_block, stubs_that_need
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
+from strandline.cache.size import WindowClass
 from strandline.cache.slab_allocator import SlabAllocator
 from strandline.cache.stats import MemoryUse
 from strandline.cache.tree import (
@@ -26,9 +27,9 @@ from strandline.cache.tree import (
     remove_child,
     snapshot_above,
 )
-from strandline.cache.window_blocks import WindowBlocks
+from strandline.cache.window_blocks import WindowBlocks, Windows
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_SLOT, Lifetime, SlotId
 from strandline.records.actions import Action, DropBlocks, DropSlot, MoveBlock
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -51,12 +52,15 @@ class CacheMemory:
         order: EvictionOrder,
         leases: Callable[[], Iterable[Lease]],
         announcer: Announces | None = None,
-        window_tokens: int = 0,
-        window_blocks_per_slab: int = 0,
+        windows: Sequence[WindowClass] = (),
     ) -> None:
         self.allocator = allocator
-        own = SlabAllocator(allocator.num_slabs, window_blocks_per_slab or 1, shares=allocator)
-        self.windows = WindowBlocks(own, window_tokens, self.issue)
+        own = [SlabAllocator(allocator.num_slabs, size.blocks_per_slab, shares=allocator) for size in windows]
+        self.windows = tuple(
+            WindowBlocks(Lifetime(number), blocks, size.num_tokens, self.issue)
+            for number, (blocks, size) in enumerate(zip(own, windows, strict=True), 1)
+        )
+        """For each size of windows."""
         self.announcer = announcer
         self.actions: list[Action] = []
         self.lower: FirstTier | None = None
@@ -98,14 +102,14 @@ class CacheMemory:
             allocator.num_blocks,
             self.num_evictable_slots,
             self.num_evictable_blocks,
-            self.windows.allocator.num_blocks,
-            self.windows.num_evictable,
+            tuple([size.allocator.num_blocks for size in self.windows]),
+            tuple([size.num_evictable for size in self.windows]),
         )
 
     # What fits
 
     def can_take(self, num_blocks: int, num_slots: int, num_window_blocks: int = 0) -> bool:
-        """Return whether this many blocks, slots and window blocks can be allocated, by eviction if needed.
+        """Return whether this many blocks, slots and window blocks of each size can be allocated, evicting if needed.
 
         Exact, since blocks can be moved to empty a slab, unless some in it are held. Slab 0 never becomes a slot.
         """
@@ -115,35 +119,48 @@ class CacheMemory:
             num_slots_left = allocator.max_slots - allocator.num_slots + self.num_evictable_slots
             num_blocks_left = allocator.max_block_slabs * size - 1 - allocator.num_blocks + self.num_evictable_blocks
             return num_slots <= num_slots_left and num_blocks <= num_blocks_left
-        num_slabs = num_slots + (self.windows.num_missing_slabs(num_window_blocks) if num_window_blocks else 0)
+        num_slabs = num_slots + sum(size.num_missing_slabs(num_window_blocks) for size in self.windows)
         if num_blocks <= allocator.num_free_blocks and num_slabs <= allocator.num_free_slabs:
             return True
         slabs_for_slots = allocator.num_free_slabs + self.num_evictable_slots
         room = allocator.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
-        slabs_of_windows = self.windows.num_slabs_with(num_window_blocks) if self.windows.are_kept else 0
-        if not num_slots and not self.windows.allocator.num_blocks + num_window_blocks:
+        if not num_slots and not any(size.allocator.num_blocks + num_window_blocks for size in self.windows):
             return num_blocks <= room  # slab 0 only holds blocks
         blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
         slots_that_stay = allocator.num_slots - self.num_evictable_slots + num_slots
-        slabs_that_stay = allocator.num_slabs_for(blocks_that_stay) + slots_that_stay + slabs_of_windows
+        slabs_that_stay = allocator.num_slabs_for(blocks_that_stay) + slots_that_stay
+        slabs_that_stay += sum(size.num_slabs_with(num_window_blocks) for size in self.windows)
         return slabs_that_stay <= allocator.num_slabs - 1
 
     # Taking
 
     def take_blocks(self, num_blocks: int) -> "array[int]":
         """Allocate blocks, evicting if needed; fewer than asked for when everything else is in use."""
-        taken, windows = self.allocator.take_blocks(num_blocks), self.windows
+        taken = self.allocator.take_blocks(num_blocks)
         while len(taken) < num_blocks:
-            if windows.allocator.can_compact():
-                windows.compact()
-            elif not self._evict_one(self._block_queue, num_blocks - len(taken)):
+            if not self._compact_windows() and not self._evict_one(self._block_queue, num_blocks - len(taken)):
                 break
             taken += self.allocator.take_blocks(num_blocks - len(taken))
         return taken
 
-    def take_promised_window_blocks(self, num_blocks: int) -> "array[int]":
-        """Allocate window blocks that ``can_take`` has promised."""
-        allocator = self.windows.allocator
+    def extend_windows(self, windows: Windows, num_blocks: int) -> None:
+        """Give a request this many blocks of each size, which ``can_take`` has promised."""
+        for window in windows:
+            window.extend(self._take_promised_window_blocks(window.size, num_blocks))
+
+    def resume_windows(self, windows: Windows, position: int) -> Windows:
+        """Return the windows of a request that resumes at a position in the last blocks of a snapshot's windows.
+
+        A block that the position is inside is copied; ``can_take`` has promised the memory.
+        """
+        num_blocks = int(position % BLOCK_TOKENS > 0)
+        return tuple(
+            window.resumed(position, self._take_promised_window_blocks(window.size, num_blocks)) for window in windows
+        )
+
+    def _take_promised_window_blocks(self, size: WindowBlocks, num_blocks: int) -> "array[int]":
+        """Allocate window blocks of one size. They can only be moved once a window has them."""
+        allocator = size.allocator
         taken = allocator.take_blocks(num_blocks)
         while len(taken) < num_blocks:
             if not self._empty_slab():  # an evicted snapshot may leave window blocks, but no slab
@@ -170,11 +187,16 @@ class CacheMemory:
         """Move blocks to free a slab, or evict an entry, for a slot or window blocks; False: no entry is left."""
         if self.allocator.max_slots is None and self.allocator.can_compact():
             self._compact()
-        elif self.windows.allocator.can_compact():
-            self.windows.compact()
-        else:
+        elif not self._compact_windows():
             return self._evict_one(self._queue, self.allocator.blocks_per_slab - self.allocator.num_free_blocks)
         return True
+
+    def _compact_windows(self) -> bool:
+        """Move window blocks of one size to free a slab; False: that is impossible."""
+        size = next((size for size in self.windows if size.allocator.can_compact()), None)
+        if size is not None:
+            size.compact()
+        return size is not None
 
     def take_promised_blocks(self, num_blocks: int) -> "array[int]":
         """Allocate blocks that ``can_take`` has promised."""
@@ -198,8 +220,8 @@ class CacheMemory:
     def free_cut(self, cut: Cut) -> None:
         """Free what a cut holds that is not published."""
         self.free_slot(cut.slot)
-        if cut.window is not None:
-            self.windows.release(cut.window)
+        for window in cut.windows or ():
+            window.release()
 
     def free_slot(self, slot: SlotId) -> None:
         """Free a slot; the null slot was not allocated."""
@@ -285,8 +307,8 @@ class CacheMemory:
         snapshot.num_readers += 1
         if snapshot.num_readers == 1:
             self.num_evictable_slots -= snapshot.num_slots
-            if self.windows.are_kept:
-                self.windows.set_pinned(snapshot.window, is_pinned=True)
+            for window in snapshot.windows:
+                window.size.set_pinned(window, is_pinned=True)
 
     def unpin_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a reader. A snapshot that was evicted meanwhile is freed with its last reader."""
@@ -295,15 +317,16 @@ class CacheMemory:
             return
         if snapshot.is_attached:
             self.num_evictable_slots += snapshot.num_slots
-            if self.windows.are_kept:
-                self.windows.set_pinned(snapshot.window, is_pinned=False)
+            for window in snapshot.windows:
+                window.size.set_pinned(window, is_pinned=False)
             self.offer(snapshot)
         else:
             self._free_snapshot(snapshot)
 
     def _free_snapshot(self, snapshot: Snapshot) -> None:
         self.free_slot(snapshot.slot)
-        self.windows.release(snapshot.window)
+        for window in snapshot.windows:
+            window.release()
 
     def take_back(self, lease: Lease) -> None:
         """Free the blocks that are a lease's own, and unpin its path."""
@@ -315,7 +338,8 @@ class CacheMemory:
             tail.is_live = False
             self.remove_user(tail)
         self.unpin_run(lease.run)
-        self.windows.release(lease.window)
+        for window in lease.windows:
+            window.release()
 
     def touch(self, *runs: Run | None) -> None:
         """Count a use of these runs."""
@@ -346,8 +370,8 @@ class CacheMemory:
         self.revision += 1
         if snapshot.num_readers == 0:
             self.num_evictable_slots += snapshot.num_slots
-            if self.windows.are_kept:
-                self.windows.set_pinned(snapshot.window, is_pinned=False)
+            for window in snapshot.windows:
+                window.size.set_pinned(window, is_pinned=False)
             self.offer(snapshot)
         above = snapshot_above(snapshot)
         if above is not None:

@@ -152,8 +152,8 @@ class Publisher:
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         is_shared = is_on_cached_path and not lease.is_return
         use = Use(self.reuse.now, lease.interarrival_bin)
-        window = cut.window or self._memory.windows.part_before(lease.window, position)
-        snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared, window)
+        windows = cut.windows or lease.windows_before(position)
+        snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared, windows)
         attach_snapshot(run, snapshot, stub_key)
         if self._memory.announcer is not None:
             self._memory.announcer.store(snapshot, lease.salt)

@@ -5,6 +5,15 @@ from typing import NamedTuple
 from strandline.ids import BLOCK_TOKENS
 
 
+class WindowClass(NamedTuple):
+    """A size of windows, whose blocks are stored apart."""
+
+    num_tokens: int
+    """Last tokens whose blocks are stored (``WindowSize.num_tokens``)."""
+    blocks_per_slab: int
+    """Its blocks that fit in the memory of one slot."""
+
+
 class CacheSize(NamedTuple):
     """What a cache allocates from."""
 
@@ -18,20 +27,17 @@ class CacheSize(NamedTuple):
     """Logs to grant, one per lease, numbered from 1. A lease that gets none folds every token."""
     log_tokens: int = 0
     """Capacity of a log, in decoded tokens."""
-    window_tokens: int = 0
-    """Tokens whose window blocks are stored (``ModelSpec.max_window_tokens``); 0: there are none."""
-    window_blocks_per_slab: int = 0
-    """Window blocks that fit in the memory of one slot."""
+    windows: tuple[WindowClass, ...] = ()
+    """The sizes of windows whose blocks are stored apart."""
 
     @property
     def num_null_blocks(self) -> int:
         """Blocks that the null blocks of all kinds overlap with, the null block included: they begin together."""
-        return -(-self.blocks_per_slab // self.window_blocks_per_slab) if self.window_blocks_per_slab else 1
+        return max((-(-self.blocks_per_slab // window.blocks_per_slab) for window in self.windows), default=1)
 
     def snapshot_blocks(self, num_slots: int) -> int:
-        """Return the size of a snapshot in blocks, rounded up: its slot, unless it has none, and its window."""
-        slot_blocks = self.blocks_per_slab * num_slots
-        if not self.window_tokens:
-            return slot_blocks
-        num_window_blocks = -(-(self.window_tokens - 1) // BLOCK_TOKENS)
-        return slot_blocks + -(-self.blocks_per_slab * num_window_blocks // self.window_blocks_per_slab)
+        """Return the size of a snapshot in blocks, rounded up: its slot, unless it has none, and its windows."""
+        return self.blocks_per_slab * num_slots + sum(
+            -(-self.blocks_per_slab * -(-(window.num_tokens - 1) // BLOCK_TOKENS) // window.blocks_per_slab)
+            for window in self.windows
+        )

@@ -23,8 +23,9 @@ class MemoryUse(NamedTuple):
     """Slots that eviction could free: snapshots that no running request reads."""
     num_evictable_blocks: int
     """Blocks that eviction could free: those that no running request uses."""
-    num_window_blocks: int = 0
-    num_evictable_window_blocks: int = 0
+    num_window_blocks: tuple[int, ...] = ()
+    """For each size of windows."""
+    num_evictable_window_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

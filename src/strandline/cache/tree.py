@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from strandline.cache.use import NO_INTERARRIVAL, Use
-from strandline.cache.window import NO_WINDOW, Window
+from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
@@ -54,7 +54,7 @@ class Snapshot:
         "slot",
         "stub_key",
         "use",
-        "window",
+        "windows",
     )
 
     def __init__(
@@ -65,10 +65,10 @@ class Snapshot:
         use: Use,
         num_readers: int,
         is_shared: bool,
-        window: Window = NO_WINDOW,
+        windows: Windows = (),
     ) -> None:
         self.slot = slot
-        self.window = window
+        self.windows = windows
         self.position = position
         self.kind = kind
         self.home: Run

@@ -243,8 +243,7 @@ def measure_scratch_bytes(
     first_block = spec.blocks_per_slab
     blocks = range(first_block, first_block + num_blocks)
     start = num_blocks_before * BLOCK_TOKENS
-    first_window_block = spec.window_blocks_per_slab
-    window_blocks = range(first_window_block, first_window_block + num_blocks * spec.has_window_blocks)
+    windows = [range(first, first + num_blocks) for first in spec.window_blocks_per_slab]
     sequence = SequencePlan(
         request_id=RequestId("scratch"),
         start=start,
@@ -261,9 +260,7 @@ def measure_scratch_bytes(
         log=NULL_LOG,
         num_logged=0,
         num_folded=num_tokens,
-        window_blocks=array("i", [0, *window_blocks[:num_blocks_before], *window_blocks]).tobytes()
-        if window_blocks
-        else b"",
+        window_blocks=tuple(array("i", [0, *window[:num_blocks_before], *window]).tobytes() for window in windows),
     )
 
     def run() -> None:
@@ -310,13 +307,13 @@ def slabs_for(spec: ModelSpec, num_tokens: int, step_tokens: int | None = None) 
 
 def _window_slabs(spec: ModelSpec, num_tokens: int, step_tokens: int | None) -> int:
     """Return how many slabs of window blocks a request needs: the window before a step, and its tokens."""
-    if not spec.has_window_blocks:
-        return 0
-    all_blocks = -(-num_tokens // BLOCK_TOKENS)
-    seen_tokens = spec.max_window_tokens - 1 + (num_tokens if step_tokens is None else step_tokens)
-    # These may begin and end inside blocks, and the snapshot that the request resumes from has a block of its own.
-    num_blocks = min(all_blocks, -(-seen_tokens // BLOCK_TOKENS) + 1) + 1
-    return -(-num_blocks // spec.window_blocks_per_slab)
+    num_slabs, all_blocks = 0, -(-num_tokens // BLOCK_TOKENS)
+    for window, blocks_per_slab in zip(spec.window_sizes, spec.window_blocks_per_slab, strict=True):
+        seen_tokens = window.num_tokens - 1 + (num_tokens if step_tokens is None else step_tokens)
+        # These may begin and end inside blocks, and the snapshot that the request resumes from has a block of its own.
+        num_blocks = min(all_blocks, -(-seen_tokens // BLOCK_TOKENS) + 1) + 1
+        num_slabs += -(-num_blocks // blocks_per_slab)
+    return num_slabs
 
 
 def choose_max_model_len(

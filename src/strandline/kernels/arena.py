@@ -1,7 +1,7 @@
 """The device memory of blocks and slots: one tensor of bytes, and typed views of it for every layer.
 
-Slot ``s`` starts at byte ``s * slab_bytes``, block ``b`` at byte ``b * block_bytes``, window block ``w`` at byte
-``w * window_block_bytes``; these ranges overlap, and the allocators of ids keep them apart. A block holds stream after
+Slot ``s`` starts at byte ``s * slab_bytes``, block ``b`` at byte ``b * block_bytes``, window block ``w`` at ``w`` times
+the stride of its size; these ranges overlap, and the allocators of ids keep them apart. A block holds stream after
 stream, layer after layer; a slot holds state after state, layer after layer, then the final hidden state. One block or
 one slot is one contiguous range. Only a tensor's layer interprets its name.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import CacheInvariantError
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, BlockId, Lifetime, SlotId
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, PATH, BlockId, Lifetime, SlotId
 from strandline.specs import ALIGN_BYTES, LayerSpec, LogSpec, ModelSpec, TensorSpec, state_bytes, stream_bytes
 
 NAN_BYTE = 0xFF
@@ -41,6 +41,8 @@ class LayerMemory:
     replay: Mapping[str, Tensor] | None = None
     """``[logs * draft tokens, *shape]``: the drafts of log ``j`` begin at row ``j * draft tokens``. None: there are
     none."""
+    lifetime: Lifetime = PATH
+    """Which blocks hold the streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class ArenaTensors:
         self.bytes = _zeros(num_slabs * spec.slab_bytes, torch.device(device))
         self._block_offsets = _block_offsets(spec)
         self._slot_offsets = [0, *accumulate(layer.slot_bytes for layer in spec.layers)]
-        self._stream_runs = {lifetime: tuple(self._runs_of_streams(lifetime)) for lifetime in Lifetime}
+        self._stream_runs = {lifetime: tuple(self._runs_of_streams(lifetime)) for lifetime in spec.lifetimes}
         self.draft_tokens = draft_tokens
         self._num_replay_rows = num_draft_logs * draft_tokens
         self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs else ()
@@ -100,11 +102,11 @@ class ArenaTensors:
         """Prefault the first bytes on a CPU. They must not have been written yet."""
         self.bytes[:num_bytes].numpy().fill(0)
 
-    def block(self, block: BlockId, lifetime: Lifetime = Lifetime.PATH) -> Tensor:
+    def block(self, block: BlockId, lifetime: Lifetime = PATH) -> Tensor:
         """Return the bytes of one block."""
-        if lifetime is Lifetime.WINDOW:
-            start = block * self.spec.window_block_bytes
-            return self.bytes[start : start + self.spec.raw_window_block_bytes]
+        if lifetime != PATH:
+            start = block * self.spec.window_strides_bytes[lifetime - 1]
+            return self.bytes[start : start + self.spec.window_sizes[lifetime - 1].block_bytes]
         start = block * self.spec.block_bytes
         return self.bytes[start : start + self.spec.raw_block_bytes]
 
@@ -113,20 +115,20 @@ class ArenaTensors:
         start = slot * self.spec.slab_bytes
         return self.bytes[start : start + self.spec.raw_slot_bytes]
 
-    def copy_block(self, src: BlockId, dst: BlockId, num_tokens: int, lifetime: Lifetime = Lifetime.PATH) -> None:
+    def copy_block(self, src: BlockId, dst: BlockId, num_tokens: int, lifetime: Lifetime = PATH) -> None:
         """Copy the first ``num_tokens`` tokens of a block, in all streams that have them in such blocks."""
         if NULL_BLOCK in (src, dst) or not 0 < num_tokens <= BLOCK_TOKENS:
             raise CacheInvariantError(f"asked to copy {num_tokens} tokens of block {src} to block {dst}")
         for run_BLIPX in self._stream_runs[lifetime]:
             run_BLIPX[dst, :, :, :num_tokens].copy_(run_BLIPX[src, :, :, :num_tokens])
 
-    def move_block(self, src: BlockId, dst: BlockId, lifetime: Lifetime = Lifetime.PATH) -> None:
+    def move_block(self, src: BlockId, dst: BlockId, lifetime: Lifetime = PATH) -> None:
         """Copy a whole block; the old one keeps its bytes."""
         if NULL_BLOCK in (src, dst):
             raise CacheInvariantError(f"asked to move block {src} to block {dst}")
         self.block(dst, lifetime).copy_(self.block(src, lifetime))
 
-    def poison(self, blocks: Iterable[BlockId], slots: Iterable[SlotId], lifetime: Lifetime = Lifetime.PATH) -> None:
+    def poison(self, blocks: Iterable[BlockId], slots: Iterable[SlotId], lifetime: Lifetime = PATH) -> None:
         """Fill blocks and slots with NaN, so that reads of free or unwritten memory are detected."""
         for block in blocks:
             if block == NULL_BLOCK:
@@ -145,7 +147,8 @@ class ArenaTensors:
         }
         for index, layer in enumerate(self.spec.layers):
             streams, states = self._stream_views(layer, index), self._state_views(layer, index)
-            yield LayerMemory(streams, states, logs.get(index), self._new_replay(layer))
+            lifetime = self.spec.lifetime_of(layer)
+            yield LayerMemory(streams, states, logs.get(index), self._new_replay(layer), lifetime)
 
     def _stream_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
         offset, views = self._block_offsets[index], {}
@@ -158,9 +161,11 @@ class ArenaTensors:
 
     def _blocks_of(self, layer: LayerSpec) -> tuple[int, int]:
         """Return the number of the blocks that hold a layer's streams, and the stride from one to the next."""
-        if self.spec.lifetime_of(layer) is Lifetime.WINDOW:
-            return self.num_slabs * self.spec.window_blocks_per_slab, self.spec.window_block_bytes
-        return self.num_blocks, self.spec.block_bytes
+        lifetime = self.spec.lifetime_of(layer)
+        if lifetime == PATH:
+            return self.num_blocks, self.spec.block_bytes
+        num_blocks = self.num_slabs * self.spec.window_blocks_per_slab[lifetime - 1]
+        return num_blocks, self.spec.window_strides_bytes[lifetime - 1]
 
     def _state_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
         offset, views = self._slot_offsets[index], {}
@@ -169,12 +174,12 @@ class ArenaTensors:
             offset += state_bytes(state)
         return views
 
-    def _runs_of_streams(self, lifetime: Lifetime) -> Iterator[Tensor]:
+    def _runs_of_streams(self, lifetime: int) -> Iterator[Tensor]:
         """Yield ``run_BLIPX`` of equal streams that lie side by side, in each of several equal layers."""
         with_streams = [
             (index, layer.streams)
             for index, layer in enumerate(self.spec.layers)
-            if layer.streams and self.spec.lifetime_of(layer) is lifetime
+            if layer.streams and self.spec.lifetime_of(layer) == lifetime
         ]
         for streams, group in groupby(with_streams, key=lambda pair: pair[1]):
             indices = [index for index, _ in group]
@@ -231,7 +236,7 @@ class ArenaTensors:
 
 def _block_offsets(spec: ModelSpec) -> list[int]:
     """Return where the streams of each layer begin in the blocks that hold them."""
-    ends, offsets = dict.fromkeys(Lifetime, 0), list[int]()
+    ends, offsets = [0 for _ in spec.lifetimes], list[int]()
     for layer in spec.layers:
         lifetime = spec.lifetime_of(layer)
         offsets.append(ends[lifetime])

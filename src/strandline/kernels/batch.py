@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from strandline.ids import PATH, Lifetime
 from strandline.kernels.chunk_table import ChunkTable
 
 
@@ -37,6 +38,8 @@ class KVMemory:
     sinks_H: Tensor | None = None
     """A score of each query head, float32, that its softmax has besides those of keys; no value belongs to it. None:
     there are none."""
+    lifetime: Lifetime = PATH
+    """Which blocks these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,12 @@ class AttentionBatch:
 
     Their rows and sequences follow each other, and are counted in each part from 0.
     """
-    windowed: "AttentionBatch | None" = None
-    """The same step in window blocks, for layers with windows; None: these use the same blocks as the others."""
+    windowed: "tuple[AttentionBatch, ...]" = ()
+    """The same step in window blocks of each size; empty: layers with windows use the same blocks as the others."""
 
-    def of(self, window_tokens: int | None) -> "AttentionBatch":
-        """Return the step as a layer takes it, given its window."""
-        return self if window_tokens is None or self.windowed is None else self.windowed
+    def of(self, lifetime: Lifetime) -> "AttentionBatch":
+        """Return the step as a layer takes it, given the blocks that hold its streams."""
+        return self.windowed[lifetime - 1] if self.windowed and lifetime != PATH else self
 
     @property
     def has_lengths(self) -> bool:
@@ -174,13 +177,6 @@ class StepBatch:
     verified: RecurrentBatch | None = None
     """The first prefills, if they verify drafts and others follow, which alone are in ``recurrent`` then."""
     num_verified_rows: int = 0
-
-    @property
-    def on_paths(self) -> "StepBatch":
-        """The step as layers take it that store all tokens, whatever their windows are: a drafter's."""
-        if self.attention.windowed is None:
-            return self
-        return replace(self, attention=replace(self.attention, windowed=None))
 
     @property
     def parts(self) -> "tuple[StepBatch, StepBatch] | None":

@@ -218,7 +218,7 @@ class CausalLM(nn.Module):
         if isinstance(drafter, EagleDrafter):
             return torch.cat((hidden_TE, drafter.features(outputs_TLE.flatten(1))), dim=1)
         if isinstance(drafter, BlockDrafter):
-            drafter.keep(outputs_TLE.flatten(1), batch.on_paths, memory.draft)
+            drafter.keep(outputs_TLE.flatten(1), batch, memory.draft)
         return hidden_TE
 
     @property
@@ -265,7 +265,7 @@ class CausalLM(nn.Module):
         self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory
     ) -> tuple[DraftLayer | EagleDrafter, tuple[Tensor, Tensor, Step]]:
         """Return what drafts from pairs, and the pairs as it takes them."""
-        drafter, batch = self.drafter, batch.on_paths
+        drafter = self.drafter
         if isinstance(drafter, DraftLayer):
             embedded_TE, step = self.decoder.embed(batch, memory)
             return drafter, (embedded_TE, hidden_TE, step)
@@ -287,7 +287,7 @@ class CausalLM(nn.Module):
         """
         if not isinstance(self.drafter, BlockDrafter):
             raise EngineError("the model has no drafter of blocks")
-        return self.drafter.draft(self.decoder.embedding(batch.token_ids_T), batch.on_paths, memory.draft, rows_N)
+        return self.drafter.draft(self.decoder.embedding(batch.token_ids_T), batch, memory.draft, rows_N)
 
     def use_kv_cache_dtype(self, dtype: str) -> None:
         """Keep keys and values in another dtype than that of activations; called before ``bind``.

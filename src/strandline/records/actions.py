@@ -7,7 +7,7 @@ one ``Completion`` when it has ended, in any order, and no step waits for it.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from strandline.ids import BlockId, Lifetime, LogId, SlotId, TransferId
+from strandline.ids import PATH, BlockId, Lifetime, LogId, SlotId, TransferId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TOKEN_BYTES
 
@@ -19,7 +19,7 @@ class CopyTokens:
     src: BlockId
     dst: BlockId
     num_tokens: int
-    lifetime: Lifetime = Lifetime.PATH
+    lifetime: Lifetime = PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class MoveBlock:
 
     src: BlockId
     dst: BlockId
-    lifetime: Lifetime = Lifetime.PATH
+    lifetime: Lifetime = PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class DropBlocks:
     """These blocks are free. A runner in debug mode fills them with NaN."""
 
     blocks: tuple[int, ...]
-    lifetime: Lifetime = Lifetime.PATH
+    lifetime: Lifetime = PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class SnapshotCopy(NamedTuple):
 
     slot: SlotId
     address: int
-    window: tuple[BlockId, ...] = ()
-    """In the order of their tokens. Their bytes follow the slot's."""
+    windows: tuple[tuple[BlockId, ...], ...] = ()
+    """For each size of windows, in the order of their tokens. Their bytes follow the slot's."""
 
 
 @dataclass(frozen=True, slots=True)

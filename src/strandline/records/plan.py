@@ -64,8 +64,8 @@ class SequencePlan(NamedTuple):
     num_drafts: int = 0
     """The last tokens of ``token_ids`` that are drafts. A token is sampled after the token before them, and after
     each of them as long as the drafts agree with what is sampled."""
-    window_blocks: bytes = b""
-    """The index of the first of the sequence's window blocks, then these, int32 each; empty: there are none."""
+    window_blocks: tuple[bytes, ...] = ()
+    """For each size of windows, the index of the first of the sequence's window blocks, then these, int32 each."""
     next_id: int = NO_TOKEN
     """The token after ``end``, if it is known. Where a draft layer runs, every sequence that is not sampled has one."""
     next_drafts: int = 0

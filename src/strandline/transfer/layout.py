@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
-from strandline.ids import BLOCK_TOKENS
+from strandline.ids import BLOCK_TOKENS, PATH, Lifetime
 from strandline.specs import ModelSpec
 
 PROTOCOL: Final = "4"
@@ -52,7 +52,11 @@ def _window_layout(spec: ModelSpec) -> dict[str, str]:
     """Return what must be equal where snapshots have window blocks."""
     if not spec.has_window_blocks:
         return {}
-    return {"window block": f"{spec.raw_window_block_bytes} bytes, {spec.max_window_tokens} tokens before a snapshot"}
+    sizes = (f"{size.block_bytes} bytes, {size.num_tokens} tokens before a snapshot" for size in spec.window_sizes)
+    layout = {"window block": "; ".join(sizes)}
+    if len(spec.window_sizes) > 1:
+        layout["windows of layers"] = " ".join(str(spec.lifetime_of(layer)) for layer in spec.layers)
+    return layout
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
@@ -73,6 +77,8 @@ class Items(NamedTuple):
     window_of: int = 0
     """Position of the snapshot whose window blocks it holds."""
     num_window_blocks: int = 0
+    lifetime: Lifetime = PATH
+    """That of these window blocks."""
 
     @property
     def num_entries(self) -> int:
@@ -96,6 +102,7 @@ def pieces_of(first_block: int, positions: Sequence[int], spec: ModelSpec, *, pa
     for start in range(0, len(positions) if spec.has_states else 0, slots_per_piece):
         some = tuple(positions[start : start + slots_per_piece])
         yield Items(past, past, some, len(some) * spec.raw_slot_bytes)
-    for position in positions if spec.has_window_blocks else ():
-        if count := spec.num_window_blocks_before(position):
-            yield Items(past, past, (), count * spec.raw_window_block_bytes, position, count)
+    for position in positions:
+        for number, size in enumerate(spec.window_sizes, 1):
+            if count := size.num_blocks_before(position):
+                yield Items(past, past, (), count * size.block_bytes, position, count, Lifetime(number))

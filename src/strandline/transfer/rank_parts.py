@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from strandline.ids import BLOCK_TOKENS, Lifetime
+from strandline.ids import BLOCK_TOKENS
 from strandline.specs import ITEM_BYTES, ModelSpec, TensorSpec, align
 
 
@@ -40,31 +40,28 @@ class RankParts:
 
     def __init__(self, spec: ModelSpec, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        streams = {
-            lifetime: [s for layer in spec.layers if spec.lifetime_of(layer) is lifetime for s in layer.streams]
-            for lifetime in Lifetime
-        }
+        streams = [
+            [stream for layer in spec.layers if spec.lifetime_of(layer) == lifetime for stream in layer.streams]
+            for lifetime in spec.lifetimes
+        ]
         states = [state for layer in spec.layers for state in layer.states]
         hidden = TensorSpec("hidden", (spec.hidden_size,), spec.hidden_dtype)
-        self._runs = (
-            list(self._runs_of(streams[Lifetime.PATH], BLOCK_TOKENS)),
-            list(self._runs_of([*states, hidden], 1)),
-            list(self._runs_of(streams[Lifetime.WINDOW], BLOCK_TOKENS)),
-        )
+        of_blocks, *of_windows = (list(self._runs_of(tensors, BLOCK_TOKENS)) for tensors in streams)
+        self._runs = (of_blocks, list(self._runs_of([*states, hidden], 1)), *of_windows)
 
     def join(self, parts: Sequence[np.ndarray], wholes: Sequence[np.ndarray]) -> None:
         """Copy what this rank is the first to hold into entries of the whole model, ``uint8`` both.
 
         Args:
-            parts: ``part_NX`` of blocks, of slots and of window blocks.
+            parts: ``part_NX`` of blocks, of slots and of window blocks of each size; the last sizes may be left out.
             wholes: ``whole_NY`` of the same.
         """
-        for runs, part_NX, whole_NY in zip(self._runs, parts, wholes, strict=True):
+        for runs, part_NX, whole_NY in zip(self._runs, parts, wholes, strict=False):
             _join(runs, part_NX, whole_NY)
 
     def split(self, wholes: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> None:
         """Copy what this rank holds out of entries of the whole model. Arguments as of ``join``."""
-        for runs, part_NX, whole_NY in zip(self._runs, parts, wholes, strict=True):
+        for runs, part_NX, whole_NY in zip(self._runs, parts, wholes, strict=False):
             _split(runs, whole_NY, part_NX)
 
     def _runs_of(self, tensors: Sequence[TensorSpec], num_tokens: int) -> Iterator[Runs]:

@@ -12,10 +12,11 @@ from typing import assert_never
 
 from strandline.cache import Lease, PrefixCache, StepGrant
 from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.size import WindowClass
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tree import Run
-from strandline.cache.window import Window
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, Lifetime, LogId, SlotId, TransferId
+from strandline.cache.window_blocks import Windows
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_LOG, NULL_SLOT, BlockId, LogId, SlotId, TransferId
 from strandline.records.actions import (
     Action,
     CancelTransfer,
@@ -36,28 +37,32 @@ NO_STATE = (-2,)
 """What a store has of the null slot."""
 
 Tokens = tuple[int, ...]
+Cells = list[list[int]]
+"""Those of several blocks."""
 
 
 class Device:
     """Memory that checks the tokens of every read and write.
 
     Args:
-        window_tokens: tokens that a token sees in layers with windows.
-        num_computed_again: how many tokens more a window stores, as the last ones before a snapshot are computed again.
+        windows: sizes of windows.
+        num_computed_again: tokens of windows that are stored, but not seen by the token after a snapshot: the last ones
+            before the snapshot are computed again.
     """
 
     def __init__(
         self,
         num_slabs: int,
         blocks_per_slab: int,
-        window_tokens: int = 0,
-        windows_per_slab: int = 0,
+        windows: Sequence[WindowClass] = (),
         num_computed_again: int = 0,
     ) -> None:
         self._blocks_per_slab = blocks_per_slab
-        self._window_tokens, self._windows_per_slab = window_tokens, windows_per_slab
-        self._stored_tokens = window_tokens + num_computed_again
-        self._window_cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * windows_per_slab)]
+        self._windows, self._num_computed_again = windows, num_computed_again
+        self._window_cells = [
+            [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * window.blocks_per_slab)] for window in windows
+        ]
+        """By size of windows and block."""
         self._cells = [[POISON] * BLOCK_TOKENS for _ in range(num_slabs * blocks_per_slab)]
         self._states: list[Tokens | None] = [None] * num_slabs
         self._logs: dict[LogId, Tokens] = {}
@@ -65,12 +70,12 @@ class Device:
         """How often each slot was written or dropped, which is constant while it is published."""
         self.stored: dict[int, Tokens] = {}
         """What a store holds, by address: a block's tokens, or those whose state it is."""
-        self.stored_windows: dict[int, list[list[int]]] = {}
-        """By address of a state: the cells of its window blocks."""
+        self.stored_windows: dict[int, list[Cells]] = {}
+        """By address of a state: the cells of its window blocks of each size."""
         self.loading: dict[TransferId, LoadIn] = {}
         self._loaded: dict[TransferId, dict[int, Tokens]] = {}
         """By load under way: what it reads, which may be freed meanwhile."""
-        self._loaded_windows: dict[TransferId, dict[int, list[list[int]]]] = {}
+        self._loaded_windows: dict[TransferId, dict[int, list[Cells]]] = {}
         self._held: set[int] = set()
         """Blocks whose content is still being stored: only loads may overwrite them."""
         self.storing: list[TransferId] = []
@@ -101,19 +106,20 @@ class Device:
     def _apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case CopyTokens(src, dst, num_tokens, Lifetime.WINDOW):
-                    assert POISON not in self._window_cells[src][:num_tokens], f"{action} copies poison"
-                    self._write_window_cells(dst, 0, self._window_cells[src][:num_tokens])
-                case MoveBlock(src, dst, Lifetime.WINDOW):
-                    assert not self._is_window_loading(block=src), f"window block {src} is moved while it is loaded"
-                    self._write_window_cells(dst, 0, self._window_cells[src])
-                    self._window_cells[src] = [POISON] * BLOCK_TOKENS
-                case DropBlocks(blocks, Lifetime.WINDOW):
+                case CopyTokens(src, dst, num_tokens, lifetime) if lifetime:
+                    copied = self._window_cells[lifetime - 1][src][:num_tokens]
+                    assert POISON not in copied, f"{action} copies poison"
+                    self._write_window_cells(lifetime, dst, 0, copied)
+                case MoveBlock(src, dst, lifetime) if lifetime:
+                    is_loading = self._is_window_loading(lifetime, src)
+                    assert not is_loading, f"window block {src} is moved while it is loaded"
+                    self._write_window_cells(lifetime, dst, 0, self._window_cells[lifetime - 1][src])
+                    self._window_cells[lifetime - 1][src] = [POISON] * BLOCK_TOKENS
+                case DropBlocks(blocks, lifetime) if lifetime:
                     for block in blocks:
-                        assert not self._is_window_loading(block=block), (
-                            f"window block {block} is freed while it is loaded"
-                        )
-                        self._window_cells[block] = [POISON] * BLOCK_TOKENS
+                        is_loading = self._is_window_loading(lifetime, block)
+                        assert not is_loading, f"window block {block} is freed while it is loaded"
+                        self._window_cells[lifetime - 1][block] = [POISON] * BLOCK_TOKENS
                 case CopyTokens(src, dst, num_tokens):
                     assert POISON not in self._cells[src][:num_tokens], f"{action} copies poison"
                     self._write_cells(dst, 0, self._cells[src][:num_tokens])
@@ -157,7 +163,7 @@ class Device:
                         self.stored[address] = tuple(self._cells[block])
                     for each in slot_addresses:
                         self.stored[each.address] = self._stored_state(each.slot)
-                        self.stored_windows[each.address] = [list(self._window_cells[block]) for block in each.window]
+                        self.stored_windows[each.address] = self._cells_of(each.windows)
                 case DropStored(store, addresses):
                     kept = [load for load in self.loading.values() if load.store == store != "host"]
                     read = {address for load in kept for address in load.addresses}
@@ -178,11 +184,12 @@ class Device:
             tokens = loaded[address]
             self._write_cells(block, 0, (*tokens, *[POISON] * (BLOCK_TOKENS - len(tokens))))
         windows = self._loaded_windows.pop(transfer)
-        for slot, address, window in action.snapshots:
+        for slot, address, targets in action.snapshots:
             if slot != NULL_SLOT:
                 self._write_state(slot, loaded[address])
-            for block, cells in zip(window, windows[address], strict=True):
-                self._write_window_cells(block, 0, cells)
+            for number, (window, stored) in enumerate(zip(targets, windows[address], strict=True), 1):
+                for block, cells in zip(window, stored, strict=True):
+                    self._write_window_cells(number, block, 0, cells)
 
     def fail_load(self, transfer: TransferId) -> None:
         """End a transfer badly: what it was to write is poison."""
@@ -190,11 +197,12 @@ class Device:
         del self._loaded[transfer], self._loaded_windows[transfer]
         for block, _ in action.blocks:
             self._write_cells(block, 0, [POISON] * BLOCK_TOKENS)
-        for slot, _, window in action.snapshots:
+        for slot, _, windows in action.snapshots:
             if slot != NULL_SLOT:
                 self._write_state(slot, (POISON,))
-            for block in window:
-                self._write_window_cells(block, 0, [POISON] * BLOCK_TOKENS)
+            for number, window in enumerate(windows, 1):
+                for block in window:
+                    self._write_window_cells(number, block, 0, [POISON] * BLOCK_TOKENS)
 
     def end_spill(self, transfer: TransferId, *, is_done: bool) -> None:
         """End a store whose sources were kept: copy what they hold by now."""
@@ -204,7 +212,7 @@ class Device:
         sources |= {address: tuple(self._cells[block]) for block, address in action.blocks}
         sources |= {address: self._stored_state(slot) for slot, address, _ in action.snapshots}
         windows = {to: self.stored_windows[source] for source, to in action.stored if source in self.stored_windows}
-        windows |= {each.address: [self._window_cells[block] for block in each.window] for each in action.snapshots}
+        windows |= {each.address: self._cells_of(each.windows) for each in action.snapshots}
         path = action.path
         assert sources.keys() == {*path.addresses.values(), path.address, path.tail_address} - {0}, (
             "what is stored is another path"
@@ -219,19 +227,35 @@ class Device:
         assert sources.get(path.tail_address, inside)[: len(inside)] == inside
         if is_done:
             self.stored |= sources
-            self.stored_windows |= {address: [*map(list, cells)] for address, cells in windows.items()}
+            self.stored_windows |= windows
+
+    def _cells_of(self, windows: Sequence[Sequence[int]]) -> list[Cells]:
+        """Return a copy of the cells of window blocks of each size."""
+        pairs = zip(self._window_cells, windows, strict=True)
+        return [[list(cells[block]) for block in window] for cells, window in pairs]
 
     def _is_spilling(self, block: int) -> bool:
         return any(source == block for spill in self.spilling.values() for source, _ in spill.blocks)
 
-    def _is_window_loading(self, *, block: int = NULL_BLOCK, slab: int = 0) -> bool:
-        """Whether a window block is being loaded, or any in a slab."""
-        targets = {target for action in self.loading.values() for each in action.snapshots for target in each.window}
-        return block in targets if block else any(target // self._windows_per_slab == slab for target in targets)
+    def _loading_windows(self, lifetime: int) -> set[int]:
+        """Return the window blocks of a size that are being loaded."""
+        snapshots = (each for action in self.loading.values() for each in action.snapshots)
+        return {target for each in snapshots for target in each.windows[lifetime - 1]}
+
+    def _is_window_loading(self, lifetime: int, block: int) -> bool:
+        return block in self._loading_windows(lifetime)
+
+    def _is_slab_of_windows_loading(self, slab: int) -> bool:
+        """Whether a window block in a slab is being loaded."""
+        return any(
+            target // window.blocks_per_slab == slab
+            for number, window in enumerate(self._windows, 1)
+            for target in self._loading_windows(number)
+        )
 
     def _is_loading(self, *, block: int = NULL_BLOCK, slot: int = NULL_SLOT) -> bool:
         size = self._blocks_per_slab
-        if slot and self._is_window_loading(slab=slot):
+        if slot and self._is_slab_of_windows_loading(slot):
             return True
         blocks = {target for action in self.loading.values() for target, _ in action.blocks}
         slots = {each.slot for action in self.loading.values() for each in action.snapshots}
@@ -259,35 +283,40 @@ class Device:
             assert grant == (NULL_SLOT, NULL_SLOT, (), NULL_LOG, 0, end - lease.computed)
 
     def _run_window(self, lease: Lease, end: int, tokens: Tokens) -> None:
-        """Write the keys of layers with windows, whose window was checked; no other window has them."""
-        if self._window_tokens:
-            self._check_window(lease.window, lease.computed, tokens)
+        """Write the keys of layers with windows, whose windows were checked; no other windows have them."""
+        self._check_windows(lease.windows, lease.computed, tokens)
+        for number, window in enumerate(lease.windows, 1):
             for position in range(lease.computed, end):
-                block, cell = lease.window.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
-                self._write_window_cells(BlockId(block), cell, tokens[position : position + 1])
+                block, cell = window.blocks[position // BLOCK_TOKENS], position % BLOCK_TOKENS
+                self._write_window_cells(number, BlockId(block), cell, tokens[position : position + 1])
 
-    def _check_window(self, window: Window, position: int, tokens: Tokens) -> None:
-        """Check that a window holds what computing from a position on reads."""
-        for index in range(max(position - self._window_tokens + 1, 0) // BLOCK_TOKENS, -(-position // BLOCK_TOKENS)):
-            known = list(tokens[index * BLOCK_TOKENS : min((index + 1) * BLOCK_TOKENS, position)])
-            cells = self._window_cells[window.blocks[index]]
-            first = max(position - self._window_tokens + 1 - index * BLOCK_TOKENS, 0)
-            assert cells[first : len(known)] == known[first:], f"the window before {position} is not what it claims"
+    def _check_windows(self, windows: Windows, position: int, tokens: Tokens) -> None:
+        """Check that windows hold what computing from a position on reads."""
+        for size, all_cells, window in zip(self._windows, self._window_cells, windows, strict=True):
+            seen = max(position - (size.num_tokens - self._num_computed_again) + 1, 0)
+            for index in range(seen // BLOCK_TOKENS, -(-position // BLOCK_TOKENS)):
+                known = list(tokens[index * BLOCK_TOKENS : min((index + 1) * BLOCK_TOKENS, position)])
+                cells, first = all_cells[window.blocks[index]], max(seen - index * BLOCK_TOKENS, 0)
+                assert cells[first : len(known)] == known[first:], f"the window before {position} is not what it claims"
 
-    def put_window(self, address: int, tokens: Sequence[int]) -> None:
-        """Store the window of a snapshot after these tokens."""
-        first = max(len(tokens) - self._stored_tokens + 1, 0) // BLOCK_TOKENS if self._window_tokens else len(tokens)
-        starts = range(first * BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
-        cells = [list(tokens[start : start + BLOCK_TOKENS]) for start in starts]
-        self.stored_windows[address] = [block + [POISON] * (BLOCK_TOKENS - len(block)) for block in cells]
+    def put_windows(self, address: int, tokens: Sequence[int]) -> None:
+        """Store the windows of a snapshot after these tokens."""
+        self.stored_windows[address] = []
+        for size in self._windows:
+            first = max(len(tokens) - size.num_tokens + 1, 0) // BLOCK_TOKENS
+            starts = range(first * BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
+            cells = [list(tokens[start : start + BLOCK_TOKENS]) for start in starts]
+            stored = [block + [POISON] * (BLOCK_TOKENS - len(block)) for block in cells]
+            self.stored_windows[address].append(stored)
 
-    def _check_stored_window(self, address: int, tokens: Tokens) -> None:
+    def _check_stored_windows(self, address: int, tokens: Tokens) -> None:
         """Check that a store has what computing after a snapshot reads."""
-        cells, position = self.stored_windows[address], len(tokens)
-        first = max(position - self._stored_tokens + 1, 0)
-        start = (-(-position // BLOCK_TOKENS) - len(cells)) * BLOCK_TOKENS
-        known = [cell for block in cells for cell in block][first - start : position - start]
-        assert known == list(tokens[first:]), f"the stored window before {position} is another"
+        position = len(tokens)
+        for size, cells in zip(self._windows, self.stored_windows[address], strict=True):
+            first = max(position - size.num_tokens + 1, 0)
+            start = (-(-position // BLOCK_TOKENS) - len(cells)) * BLOCK_TOKENS
+            known = [cell for block in cells for cell in block][first - start : position - start]
+            assert known == list(tokens[first:]), f"the stored window before {position} is another"
 
     def _run_state(self, lease: Lease, end: int, cache: PrefixCache, grant: StepGrant, tokens: Tokens) -> None:
         """Compute the state of the lease's tokens up to ``end``."""
@@ -319,25 +348,30 @@ class Device:
         assert block != NULL_BLOCK, "the null block is written"
         assert not self._is_loading(block=block), f"block {block} is written while it is loaded"
         slab = block // self._blocks_per_slab
-        assert not self._is_window_loading(slab=slab), f"block {block} is written where a window is loaded"
+        assert not self._is_slab_of_windows_loading(slab), f"block {block} is written where a window is loaded"
         assert block not in self._held, f"block {block} is written while it is stored"
         self._states[block // self._blocks_per_slab] = None
         self._poison_windows(block // self._blocks_per_slab)
         self._cells[block][start : start + len(tokens)] = tokens
 
-    def _write_window_cells(self, block: BlockId, start: int, tokens: Sequence[int]) -> None:
+    def _write_window_cells(self, lifetime: int, block: BlockId, start: int, tokens: Sequence[int]) -> None:
         assert block != NULL_BLOCK, "the null block is written"
-        assert not self._is_window_loading(block=block), f"window block {block} is written while it is loaded"
-        slab = block // self._windows_per_slab
+        is_loading = self._is_window_loading(lifetime, block)
+        assert not is_loading, f"window block {block} is written while it is loaded"
+        slab = block // self._windows[lifetime - 1].blocks_per_slab
         self._states[slab] = None
+        self._poison_windows(slab, kept=lifetime)
         for other in range(slab * self._blocks_per_slab, (slab + 1) * self._blocks_per_slab):
             assert not self._is_loading(block=other), f"window block {block} is written while its slab is loaded"
             self._cells[other] = [POISON] * BLOCK_TOKENS
-        self._window_cells[block][start : start + len(tokens)] = tokens
+        self._window_cells[lifetime - 1][block][start : start + len(tokens)] = tokens
 
-    def _poison_windows(self, slab: int) -> None:
-        size = self._windows_per_slab
-        self._window_cells[slab * size : (slab + 1) * size] = [[POISON] * BLOCK_TOKENS for _ in range(size)]
+    def _poison_windows(self, slab: int, kept: int = 0) -> None:
+        """Poison the window blocks of all sizes but one in a slab."""
+        for number, (window, cells) in enumerate(zip(self._windows, self._window_cells, strict=True), 1):
+            if number != kept:
+                size = window.blocks_per_slab
+                cells[slab * size : (slab + 1) * size] = [[POISON] * BLOCK_TOKENS for _ in range(size)]
 
     def _write_state(self, slot: SlotId, tokens: Tokens) -> None:
         assert slot != NULL_SLOT, "the null slot is written"
@@ -357,7 +391,7 @@ class Device:
             assert not has_state or self.state(snapshot.slot) == tokens_of(key), (
                 f"slot {snapshot.slot} is not what it claims"
             )
-            self._check_window(snapshot.window, snapshot.position * bool(self._window_tokens), tokens_of(key))
+            self._check_windows(snapshot.windows, snapshot.position, tokens_of(key))
         for lease in cache.internals().leases.values():
             tokens = tokens_of(bytes(lease.tokens.data))
             self._check_state(lease, tokens)
@@ -365,10 +399,10 @@ class Device:
                 has_state = fallback.slot != NULL_SLOT
                 is_right = not has_state or self.state(fallback.slot) == tokens[: fallback.position]
                 assert is_right, "a fallback is not what it claims"
-                if self._window_tokens and fallback.window is not None:
-                    self._check_window(fallback.window, fallback.position, tokens)
-            if self._window_tokens and lease.is_request:
-                self._check_window(lease.window, lease.computed, tokens)
+                if fallback.windows is not None:
+                    self._check_windows(fallback.windows, fallback.position, tokens)
+            if lease.is_request and lease.windows:
+                self._check_windows(lease.windows, lease.computed, tokens)
             ready = tokens[: max(lease.kv_start, lease.computed)]
             for block, _, expected in _by_block(lease, ready):
                 assert self._cells[block][: len(expected)] == list(expected), f"block {block} of {lease.request_id}"
@@ -386,10 +420,10 @@ class Device:
                 if copy.address:
                     is_right = self.stored[copy.address] in (NO_STATE, tokens_of(snapshot.path()))
                     assert is_right, "a demoted snapshot is another"
-                    if self._window_tokens:
-                        self._check_stored_window(copy.address, tokens_of(snapshot.path()))
+                    if self._windows:
+                        self._check_stored_windows(copy.address, tokens_of(snapshot.path()))
                         num_slot_blocks = self._blocks_per_slab * (self.stored[copy.address] != NO_STATE)
-                        num_blocks = num_slot_blocks + len(self.stored_windows[copy.address])
+                        num_blocks = num_slot_blocks + sum(map(len, self.stored_windows[copy.address]))
                         assert tier.snapshot_blocks(copy.position) == num_blocks, "a window is counted inexactly"
                 if copy.tail_address:
                     known = tokens_of(snapshot.key)

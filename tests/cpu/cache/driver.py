@@ -11,7 +11,7 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy import AUTO, new_cache
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.resume import ResumeRule
-from strandline.cache.size import CacheSize
+from strandline.cache.size import CacheSize, WindowClass
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.loads import EndedLoad
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
@@ -43,20 +43,12 @@ class Driver:
         lower_blocks: Sequence[int] = (),
         lower_snapshots: SnapshotSize | None = None,
         kept: Kept = NOTHING,
-        window_tokens: int = 0,
-        windows_per_slab: int = 0,
+        windows: tuple[WindowClass, ...] = (),
     ) -> None:
         announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
         num_logs = num_slabs - 1 if rule.needs_slots else 0
         self.cache = new_cache(
-            CacheSize(
-                num_slabs,
-                blocks_per_slab,
-                num_logs=num_logs,
-                log_tokens=LOG_TOKENS,
-                window_tokens=window_tokens,
-                window_blocks_per_slab=windows_per_slab,
-            ),
+            CacheSize(num_slabs, blocks_per_slab, num_logs=num_logs, log_tokens=LOG_TOKENS, windows=windows),
             rule=rule,
             order=order,
             placement=placement,
@@ -65,13 +57,11 @@ class Driver:
         )
         if lower_snapshots is None:
             slot_blocks = blocks_per_slab if rule.needs_slots else 0
-            windows = (WindowSize(window_tokens, 1),) if window_tokens else ()
-            lower_snapshots = SnapshotSize(slot_blocks, 1, windows)
+            lower_snapshots = SnapshotSize(slot_blocks, 1, tuple(WindowSize(each.num_tokens, 1) for each in windows))
         memories = tiers(lower_blocks, lower_snapshots, kept)
         self.loads = Loads(self.cache, memories, announcer=announcer)
         self.holds = Holds(self.cache)
-        num_again = int(window_tokens > 0 and not rule.needs_slots)
-        self.device = Device(num_slabs, blocks_per_slab, window_tokens - num_again, windows_per_slab, num_again)
+        self.device = Device(num_slabs, blocks_per_slab, windows, num_computed_again=int(not rule.needs_slots))
         self._num_requests = 0
 
     def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:
@@ -159,7 +149,7 @@ class Driver:
         address = min(0, *self.device.stored) - 1 if self.device.stored else -1
         self.device.stored[address] = tuple(tokens)
         if position is not None:
-            self.device.put_window(address, tokens)
+            self.device.put_windows(address, tokens)
         return address
 
     def load(self, tokens: Iterable[int], offer: Offer, salt: str = "", *, step_tokens: int = 1) -> Lead | None:
@@ -251,7 +241,7 @@ class Driver:
         check(self.cache)
         assert (allocator.num_slots, allocator.num_blocks, allocator.num_free_slabs) == (0, 0, allocator.num_slabs - 1)
         assert (memory.num_evictable_blocks, memory.num_evictable_slots) == (0, 0)
-        assert (memory.windows.num_evictable, memory.windows.allocator.num_blocks) == (0, 0)
+        assert all((size.num_evictable, size.allocator.num_blocks) == (0, 0) for size in memory.windows)
 
 
 STORES = ("host", "disk", "far")

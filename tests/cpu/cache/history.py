@@ -14,8 +14,9 @@ from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
+from strandline.cache.size import WindowClass
 from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, BlockId, Lifetime, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, PATH, BlockId, RequestId, SlotId
 from strandline.records.account import Account, Reason, SnapshotKind
 from strandline.records.actions import MoveBlock
 from strandline.records.tokens import TokenBuffer, decode
@@ -44,8 +45,7 @@ class History:
         *,
         emits_events: bool = False,
         lower_blocks: Sequence[int] = (),
-        window_tokens: int = 0,
-        windows_per_slab: int = 0,
+        windows: tuple[WindowClass, ...] = (),
     ) -> None:
         self.rule = rule
         self.driver = Driver(
@@ -54,8 +54,7 @@ class History:
             rule=rule,
             emits_events=emits_events,
             lower_blocks=lower_blocks,
-            window_tokens=window_tokens,
-            windows_per_slab=windows_per_slab,
+            windows=windows,
         )
         self.cache, self.loads = self.driver.cache, self.driver.loads
         self.prompts: list[Tokens] = [()]
@@ -190,9 +189,8 @@ class History:
         self.prompts.append(tuple(decode(lease.tokens.data)))
         end = min(max(lease.computed - num_dropped, 1), lease.computed)
         ends = [lease.fallback.position] if lease.fallback is not None else []
-        windows = self.cache.internals().memory.windows
-        if lease.has_own_state and windows.covers(lease.window, lease.computed):
-            is_in_window = not self.rule.needs_slots and windows.covers(lease.window, end)
+        if lease.has_own_state and all(window.covers(lease.computed) for window in lease.windows):
+            is_in_window = not self.rule.needs_slots and all(window.covers(end) for window in lease.windows)
             ends += [lease.computed, end] if is_in_window else [lease.computed]
         reached = max((position for position in ends if position <= end), default=max(ends, default=0))
         self.driver.release(lease, SnapshotKind.GENERATION_END, end)
@@ -358,7 +356,7 @@ class History:
         actions, memory.actions = memory.actions, []
         self.driver.device.apply(actions)
         for action in actions:  # in order: a block may be moved twice, or to where another one was
-            if isinstance(action, MoveBlock) and action.lifetime is Lifetime.PATH:
+            if isinstance(action, MoveBlock) and action.lifetime == PATH:
                 blocks = [action.dst if block == action.src else block for block in blocks]
         return blocks
 

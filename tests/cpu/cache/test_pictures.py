@@ -13,6 +13,7 @@ from strandline.cache.policy import AUTO, OnGrid
 from strandline.cache.policy.placements import Align, EveryBoundary
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, AtWindowEnds
 from strandline.cache.resume import ResumeRule
+from strandline.cache.size import WindowClass
 from strandline.records.account import SnapshotKind
 from strandline.records.pictures import is_virtual, virtual_ids
 from strandline.records.tokens import TokenBuffer, decode
@@ -31,7 +32,7 @@ PIECES = st.lists(
 CHUNKS = st.lists(st.sampled_from([1, 7, 63, 64, 65, 100, 500]), min_size=1, max_size=6)
 CACHES: list[dict[str, Any]] = [
     *({"rule": rule} for rule in (AT_SNAPSHOTS, AtTokens(), AtTokens(64))),
-    *({"rule": rule, "window_tokens": 100, "windows_per_slab": 3} for rule in (AT_SNAPSHOTS, AtWindowEnds())),
+    *({"rule": rule, "windows": (WindowClass(100, 3),)} for rule in (AT_SNAPSHOTS, AtWindowEnds())),
 ]
 PLACEMENTS: list[Placement] = [AUTO, Align(64), EveryBoundary(64), OnGrid(AUTO)]
 FEWER = settings(max_examples=max(settings().max_examples // 4, 10))

@@ -15,6 +15,7 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.placements import placement
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtWindowEnds
 from strandline.cache.resume import ResumeRule
+from strandline.cache.size import WindowClass
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from tests.cpu.cache.driver import Driver
@@ -28,9 +29,11 @@ from tests.cpu.cache.test_state_machine import (
     tier_sizes,
 )
 
-WINDOWS = [1, 2, 63, 64, 65, 100, 130, 200]
+WINDOWS = [(1,), (2,), (63,), (64,), (65,), (32, 160), (100,), (130,), (64, 65, 1), (200,)]
+"""Sizes of windows of a model's layers."""
 SHAPES = [(4, 1, 1), (16, 1, 1), (16, 1, 3), (9, 5, 2), (9, 5, 7), (24, 2, 3), (60, 5, 2)]
-"""Slabs, blocks and window blocks in each."""
+"""Slabs, blocks and window blocks in each; the second size of windows has one window block more in a slab, and so on.
+"""
 
 
 RULES = [AT_SNAPSHOTS, AtWindowEnds()]
@@ -38,31 +41,28 @@ RULES = [AT_SNAPSHOTS, AtWindowEnds()]
 
 def history(
     shape: tuple[int, int, int],
-    window_tokens: int,
+    window_tokens: tuple[int, ...],
     rule: ResumeRule = AT_SNAPSHOTS,
     lower_blocks: Sequence[int] = (),
 ) -> History:
-    """Return a history of a model whose tokens see a window; what is stored is longer where a token is computed again.
+    """Return a history of a model whose tokens see windows; what is stored is longer where a token is computed again.
 
     Args:
         shape: slabs, and blocks and window blocks in each.
     """
     num_slabs, num_blocks, num_windows = shape
-    return History(
-        num_slabs,
-        num_blocks,
-        rule,
-        lower_blocks=lower_blocks,
-        window_tokens=window_tokens + (not rule.needs_slots),
-        windows_per_slab=num_windows,
-    )
+    again = int(not rule.needs_slots)
+    windows = tuple(WindowClass(size + again, num_windows + index) for index, size in enumerate(window_tokens))
+    # Each size takes slabs of its own, so that a request needs more of them.
+    num_slabs += 4 * (len(window_tokens) - 1)
+    return History(num_slabs, num_blocks, rule, lower_blocks=lower_blocks, windows=windows)
 
 
 class WindowBlocksMachine(HungryCacheMachine):
     """The state machine of all caches, with window blocks."""
 
     @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS))
-    def start(self, shape: tuple[int, int, int], window_tokens: int = 1) -> None:
+    def start(self, shape: tuple[int, int, int], window_tokens: tuple[int, ...] = (1,)) -> None:
         self.history = history(shape, window_tokens)
 
 
@@ -72,7 +72,9 @@ class LoadingWindowBlocksMachine(LoadingCacheMachine):
     @initialize(
         shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS), rule=st.sampled_from(RULES)
     )
-    def start(self, shape: tuple[int, int, int], window_tokens: int = 1, rule: ResumeRule = AT_SNAPSHOTS) -> None:
+    def start(
+        self, shape: tuple[int, int, int], window_tokens: tuple[int, ...] = (1,), rule: ResumeRule = AT_SNAPSHOTS
+    ) -> None:
         self.history = history(shape, window_tokens, rule)
 
 
@@ -88,7 +90,7 @@ class TieredWindowBlocksMachine(TieredCacheMachine):
     def start(  # type: ignore[override]
         self,
         shape: tuple[int, int, int],
-        window_tokens: int = 1,
+        window_tokens: tuple[int, ...] = (1,),
         rule: ResumeRule = AT_SNAPSHOTS,
         lower_blocks: Sequence[int] = (),
     ) -> None:
@@ -99,7 +101,7 @@ class StatelessWindowBlocksMachine(HungryCacheMachine):
     """The same, of a model that keeps no states."""
 
     @initialize(shape=st.sampled_from(SHAPES[::-1]), window_tokens=st.sampled_from(WINDOWS))
-    def start(self, shape: tuple[int, int, int], window_tokens: int = 1) -> None:
+    def start(self, shape: tuple[int, int, int], window_tokens: tuple[int, ...] = (1,)) -> None:
         self.history = history(shape, window_tokens, AtWindowEnds())
 
 
@@ -113,19 +115,21 @@ TestTieredWindowBlocksMachine = TieredWindowBlocksMachine.TestCase
 
 
 @pytest.mark.parametrize("lower_blocks", [(12,), (300,), (60, 400), (16, 20, 400)], ids=str)
-@pytest.mark.parametrize(("shape", "window_tokens"), [((16, 1, 3), 65), ((16, 5, 2), 1), ((18, 5, 7), 130)])
+@pytest.mark.parametrize(
+    ("shape", "window_tokens"), [((16, 1, 3), (65,)), ((16, 5, 2), (1,)), ((18, 5, 7), (130,)), ((18, 5, 7), (32, 160))]
+)
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_long_histories_with_tiers_agree_with_the_dictionary(
-    shape: tuple[int, int, int], window_tokens: int, lower_blocks: tuple[int, ...], rule: ResumeRule
+    shape: tuple[int, int, int], window_tokens: tuple[int, ...], lower_blocks: tuple[int, ...], rule: ResumeRule
 ) -> None:
     check_long_history_with_tiers(history(shape, window_tokens, rule, lower_blocks), str(shape))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("window_tokens", WINDOWS)
+@pytest.mark.parametrize("window_tokens", WINDOWS, ids=str)
 @pytest.mark.parametrize("shape", [(16, 1, 3), pytest.param((9, 5, 2), marks=pytest.mark.long), (60, 5, 2)])
 def test_long_histories_agree_with_the_dictionary(
-    shape: tuple[int, int, int], window_tokens: int, rule: ResumeRule
+    shape: tuple[int, int, int], window_tokens: tuple[int, ...], rule: ResumeRule
 ) -> None:
     choose = random.Random(f"{shape} {window_tokens}")
     events = history(shape, window_tokens, rule)
@@ -145,12 +149,12 @@ def test_long_histories_agree_with_the_dictionary(
 def driver(
     window_tokens: int = 100, mode: str = "auto", num_slabs: int = 40, rule: ResumeRule = AT_SNAPSHOTS
 ) -> Driver:
-    chosen = placement(mode, 64)
-    return Driver(num_slabs, 5, rule=rule, placement=chosen, window_tokens=window_tokens, windows_per_slab=3)
+    chosen, windows = placement(mode, 64), (WindowClass(window_tokens, 3),)
+    return Driver(num_slabs, 5, rule=rule, placement=chosen, windows=windows)
 
 
 def num_window_blocks(of: Driver) -> int:
-    return of.cache.internals().memory.windows.allocator.num_blocks
+    return sum(of.cache.memory_use().num_window_blocks)
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 200])
@@ -226,11 +230,11 @@ def test_answer_outgrows_the_window_blocks_of_its_path() -> None:
 
 def test_smallest_snapshot_has_a_size() -> None:
     """No size would mean that prompts resume without snapshots."""
-    assert Driver(16, 1, rule=AtWindowEnds(), window_tokens=2, windows_per_slab=3).cache.snapshot_blocks == 1
+    assert Driver(16, 1, rule=AtWindowEnds(), windows=(WindowClass(2, 3),)).cache.snapshot_blocks == 1
 
 
 def test_slabs_of_windows_that_may_be_evicted_count_as_room() -> None:
-    idle = Driver(16, 1, window_tokens=1, windows_per_slab=3)
+    idle = Driver(16, 1, windows=(WindowClass(1, 3),))
     idle.serve(pattern(0, 100))
     assert num_window_blocks(idle) == 1
     memory = idle.cache.internals().memory

@@ -179,11 +179,9 @@ class EagerGraphs(StepGraphs):
         return compact, rows
 
 
-def window_blocks_of(step: CapturedStep, index: int) -> bytes:
+def window_blocks_of(step: CapturedStep, index: int) -> tuple[bytes, ...]:
     """Return the window blocks of one of a captured step's sequences."""
-    if step.window_table is None:
-        return b""
-    return array("i", [0, *step.window_table.table_NM[index].tolist()]).tobytes()
+    return tuple(array("i", [0, *table.table_NM[index].tolist()]).tobytes() for table in step.window_tables)
 
 
 def cuts_of(step: CapturedStep, index: int) -> tuple[tuple[int, SlotId], ...]:

@@ -140,13 +140,13 @@ def check_travelled(producer: Node, consumer: Node, num_pulls: int) -> None:
     fetched, loads = hand_over_stats(consumer), consumer.cache.stats().loads
     assert fetched.pulls == {"done": num_pulls}
     assert loads.num_snapshots > 0
-    num_window_blocks = sum(map(whole.num_window_blocks_before, LENGTHS))
+    window_bytes = sum(size.block_bytes * sum(map(size.num_blocks_before, LENGTHS)) for size in whole.window_sizes)
     assert (
         hand_over_stats(producer).given_bytes
         == fetched.fetched_bytes
         == loads.num_blocks * whole.raw_block_bytes
         + loads.num_snapshots * whole.raw_slot_bytes * whole.has_states
-        + num_window_blocks * whole.raw_window_block_bytes
+        + window_bytes
     )
 
 

@@ -16,7 +16,7 @@ from strandline import LLM, SamplingParams
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.tree import Snapshot
 from strandline.device.sizing import slabs_for
-from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, Lifetime
+from strandline.ids import BLOCK_TOKENS, NULL_BLOCK, PATH, Lifetime
 from strandline.kernels.arena import NAN_BYTE
 from strandline.records.account import Reason
 from strandline.records.tokens import decode
@@ -44,7 +44,7 @@ def make_llm(directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
     def make_poisoned(**options: Any) -> LLM:
         llm = make(**options)
         assert llm.engine.core.spec.has_window_blocks
-        llm.engine.core.executor.runner.arena.block(NULL_BLOCK, Lifetime.WINDOW).fill_(NAN_BYTE)
+        llm.engine.core.executor.runner.arena.block(NULL_BLOCK, Lifetime(1)).fill_(NAN_BYTE)
         return llm
 
     return make_poisoned
@@ -63,7 +63,8 @@ def test_turns_and_branches_resume_at_snapshots(make_llm: MakeLLM, max_num_batch
     # The answer's last token was not computed; the first branch leaves a snapshot for the next one.
     assert [each.num_cached_tokens for each in outputs] == [449, 454, 0, 200, 299]
     assert [each.reason for each in outputs[2].cache_account.misses] == [Reason.NO_SNAPSHOT, Reason.DIVERGED]
-    most = llm.engine.cache.stats().num_snapshots * (llm.engine.core.spec.max_window_tokens // BLOCK_TOKENS + 2)
+    [size] = llm.engine.core.spec.window_sizes
+    most = llm.engine.cache.stats().num_snapshots * (size.num_tokens // BLOCK_TOKENS + 2)
     assert 0 < num_window_blocks(llm) <= most
     uncached = make_llm(enable_prefix_caching=False)
     for found, prompt in zip((output, *outputs), (first, *prompts), strict=True):
@@ -148,11 +149,11 @@ def test_snapshots_have_the_keys_and_values_of_their_windows(make_llm: MakeLLM, 
 
 def contents(llm: LLM, snapshot: Snapshot) -> Iterator[torch.Tensor]:
     """Yield the keys and values of a snapshot's window in all layers that have one."""
-    spec, window = llm.engine.core.spec, snapshot.window
-    start = max(snapshot.position - spec.max_window_tokens, 0) - window.first * BLOCK_TOKENS
+    spec, [window] = llm.engine.core.spec, snapshot.windows
+    start = max(snapshot.position - spec.window_sizes[0].num_tokens, 0) - window.first * BLOCK_TOKENS
     end = snapshot.position - window.first * BLOCK_TOKENS
     for layer, memory in zip(spec.layers, llm.engine.core.executor.runner.arena.layers, strict=True):
-        for stream in memory.streams.values() if spec.lifetime_of(layer) is Lifetime.WINDOW else ():
+        for stream in memory.streams.values() if spec.lifetime_of(layer) != PATH else ():
             yield stream[list(window.held)].flatten(0, 1)[max(start, 0) : end]
 
 

@@ -20,7 +20,7 @@ from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import TierRun
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
 from strandline.cache.walk import walk
-from strandline.cache.window import NO_WINDOW
+from strandline.cache.window_blocks import Window, WindowBlocks
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_BLOCK, NULL_LOG, NULL_SLOT
 from strandline.records.account import SnapshotKind
@@ -220,15 +220,21 @@ def _check_logs(cache: Internals) -> None:
 
 
 def _check_window_blocks(cache: Internals, snapshots: list[Snapshot]) -> None:
-    windows, detached = cache.memory.windows, _detached(cache)
-    pinned = [lease.window for lease in cache.leases.values()]
+    if not cache.memory.windows:
+        return
+    pinned = [lease.windows for lease in cache.leases.values() if lease.windows]
+    _require(
+        all(len({len(w.blocks) for w in windows}) == 1 for windows in pinned), "windows of a lease end differently"
+    )
     cuts = chain.from_iterable((lease.fallback, *lease.cuts) for lease in cache.leases.values())
-    pinned += [cut.window for cut in cuts if cut is not None and cut.window is not None]
-    pinned += [snapshot.window for snapshot in (*snapshots, *detached) if snapshot.num_readers]
-    idle = [snapshot.window for snapshot in snapshots if not snapshot.num_readers]
-    # All empty windows are one, which is right.
-    pinned, idle = ([window for window in group if window is not NO_WINDOW] for group in (pinned, idle))
-    _require(not NO_WINDOW.blocks and not NO_WINDOW.first, "the empty window has blocks")
+    pinned += [cut.windows for cut in cuts if cut is not None and cut.windows is not None]
+    pinned += [snapshot.windows for snapshot in (*snapshots, *_detached(cache)) if snapshot.num_readers]
+    idle = [snapshot.windows for snapshot in snapshots if not snapshot.num_readers]
+    for number, size in enumerate(cache.memory.windows):
+        _check_blocks_of_windows(size, [windows[number] for windows in pinned], [windows[number] for windows in idle])
+
+
+def _check_blocks_of_windows(windows: WindowBlocks, pinned: list[Window], idle: list[Window]) -> None:
     for window in (*pinned, *idle):
         held = window.blocks[window.first :]
         if NULL_BLOCK in held or window.blocks[: window.first].count(NULL_BLOCK) != window.first:

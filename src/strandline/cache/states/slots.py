@@ -84,8 +84,8 @@ class SlotStates:
             return
         self.fold(lease)
         self.drop_fallback(lease)
-        window = self._memory.windows.part_before(lease.window, lease.computed)
-        lease.fallback = Cut(lease.computed, lease.dst, SnapshotKind.GENERATION_END, window)
+        windows = lease.windows_before(lease.computed)
+        lease.fallback = Cut(lease.computed, lease.dst, SnapshotKind.GENERATION_END, windows)
         lease.dst = slot
 
     def _take_slot_before_step(self, lease: Lease) -> SlotId | None:
@@ -95,7 +95,7 @@ class SlotStates:
         """
         memory, end = self._memory, lease.computed + 1
         num_blocks = max(-(-end // BLOCK_TOKENS) - len(lease.table), 0)
-        can_take = memory.can_take(num_blocks, 1, memory.windows.num_missing(lease.window, end))
+        can_take = memory.can_take(num_blocks, 1, lease.num_missing_window_blocks(end))
         return memory.take_slot() if can_take else None
 
     def drop_fallback(self, lease: Lease) -> bool:

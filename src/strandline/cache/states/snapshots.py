@@ -7,7 +7,7 @@ from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
 from strandline.cache.resume import Match
 from strandline.cache.tree import Home, find_home, snapshot_at
-from strandline.cache.window import Window
+from strandline.cache.window_blocks import Window, Windows
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import resumable_end
 
@@ -25,20 +25,17 @@ class LeasedSnapshots:
         self._placement = placement
 
     def resume(self, lease: Lease, match: Match) -> None:
-        """Give a lease its window, and record the hit and the use of its path."""
-        if self._memory.windows.are_kept:
-            lease.window = self._window_of(match)
+        """Give a lease its windows, and record the hit and the use of its path."""
+        lease.windows = self._windows_of(match)
         if match.snapshot is not None:
             record_hit(lease, match.snapshot, self._memory, self._publisher.reuse)
         record_use(lease, None, self._memory, self._publisher.reuse)
 
-    def _window_of(self, match: Match) -> Window:
+    def _windows_of(self, match: Match) -> Windows:
         """Return the window blocks of a request that resumes, or begins with its first token."""
         if match.snapshot is None:
-            return Window()
-        windows, position = self._memory.windows, match.position
-        own = self._memory.take_promised_window_blocks(windows.num_to_resume(position, position))
-        return windows.resumed(match.snapshot.window, position, own)
+            return tuple(map(Window, self._memory.windows))
+        return self._memory.resume_windows(match.snapshot.windows, match.position)
 
     def take_due(self, lease: Lease, end: int) -> list[tuple[int, SnapshotKind]]:
         """Return the planned snapshots up to ``end`` and that of the step, by position; they are planned no longer."""
@@ -80,7 +77,7 @@ class LeasedSnapshots:
 
     def has_window(self, lease: Lease, position: int) -> bool:
         """Return whether a lease still has the window before a position."""
-        return self._memory.windows.covers(lease.window, position)
+        return all(window.covers(position) for window in lease.windows)
 
     def drop_fallback(self, lease: Lease) -> bool:
         """Free a lease's fallback; return whether there was one."""

@@ -52,8 +52,8 @@ class WindowStates:
         if self._snapshots.keeps(SnapshotKind.GENERATION_END) and self._snapshots.has_own_state(lease):
             self.fold(lease)
             self.drop_fallback(lease)
-            window = self._memory.windows.part_before(lease.window, lease.computed)
-            lease.fallback = Cut(lease.computed, NULL_SLOT, SnapshotKind.GENERATION_END, window)
+            windows = lease.windows_before(lease.computed)
+            lease.fallback = Cut(lease.computed, NULL_SLOT, SnapshotKind.GENERATION_END, windows)
 
     def drop_fallback(self, lease: Lease) -> bool:
         return self._snapshots.drop_fallback(lease)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from strandline.cache.last_blocks import run_of_last_block
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.cache.tree import Run, Snapshot, path_blocks, path_to
-from strandline.cache.window import NO_WINDOW, Window
+from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_SLOT, BlockId, SlotId
 from strandline.records.account import SnapshotKind
@@ -32,7 +32,7 @@ class DeviceEntry(NamedTuple):
     run: Run
     """One that holds the last block that it needs."""
     slot: SlotId = NULL_SLOT
-    window: Window = NO_WINDOW
+    windows: Windows = ()
 
     def sources(self, path: StoredPath) -> Sources:
         """Return where it is read."""
@@ -42,7 +42,8 @@ class DeviceEntry(NamedTuple):
             tail = self.run.blocks[self.copy.snapshot.num_blocks - self.run.start_block]
             blocks.append((BlockId(tail), path.tail_address))
         has_snapshot = path.address != NO_ADDRESS
-        snapshots = (SnapshotCopy(self.slot, path.address, self.window.ids),) if has_snapshot else ()
+        windows = tuple(window.ids for window in self.windows)
+        snapshots = (SnapshotCopy(self.slot, path.address, windows),) if has_snapshot else ()
         return Sources(tuple(blocks), snapshots)
 
 
@@ -56,7 +57,7 @@ def device_entry(entry: Snapshot | Run) -> DeviceEntry:
     salt, data = path_to(run)
     data = data[: entry.position * TOKEN_BYTES]
     copy = device_copy(entry, data[entry.position // BLOCK_TOKENS * BLOCK_KEY_BYTES :])
-    return DeviceEntry(copy, salt, data, run, entry.slot, entry.window)
+    return DeviceEntry(copy, salt, data, run, entry.slot, entry.windows)
 
 
 def device_copy(entry: Snapshot | Run, key: bytes = b"") -> Copy:

@@ -1,16 +1,15 @@
 """The target of a load: blocks and slots of the device."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.tiers.tier_tree import Copy
 from strandline.cache.tree import find_home, snapshot_at
-from strandline.cache.window import NO_WINDOW, Window
-from strandline.cache.window_blocks import WindowBlocks
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT, BlockId
+from strandline.cache.window_blocks import Window, WindowBlocks
+from strandline.ids import NULL_SLOT, BlockId
 from strandline.records.actions import Completion, MoveBlock, SnapshotCopy, StoreOut
 from strandline.records.offer import OfferedSnapshot
 
@@ -36,26 +35,21 @@ class DeviceTarget:
         memory, copies = self._cache.memory, list[SnapshotCopy]()
         for each in offered:
             slot = memory.take_promised_slot() if self._cache.states.num_slots else NULL_SLOT
-            window = self._take_window(each.position)
-            self.lease.cuts.append(Cut(each.position, slot, each.kind, window))
-            copies.append(SnapshotCopy(slot, each.address, window.ids))
+            windows = tuple(self._take_window(size, each.position) for size in memory.windows)
+            self.lease.cuts.append(Cut(each.position, slot, each.kind, windows))
+            copies.append(SnapshotCopy(slot, each.address, tuple(window.ids for window in windows)))
         return tuple(copies)
 
-    def _take_window(self, position: int) -> Window:
-        """Allocate the window of a snapshot, which ``can_take`` has promised.
+    def _take_window(self, size: WindowBlocks, position: int) -> Window:
+        """Allocate a window of a snapshot, which ``can_take`` has promised.
 
         Its blocks are not moved before the end. They get slabs of their own, since in shared ones they would keep
         others from being moved, and so slabs from being emptied that were promised.
         """
-        memory, windows = self._cache.memory, self._cache.memory.windows
-        if not windows.are_kept:
-            return NO_WINDOW
-        memory.empty_slabs(num_slabs_for(windows, position))
-        blocks = windows.allocator.take_in_free_slabs(_num_blocks(windows, position))
-        windows.allocator.hold(blocks)
-        window = Window(windows.first_seen(position))
-        windows.extend(window, blocks)
-        return window
+        self._cache.memory.empty_slabs(_num_slabs(size, position))
+        blocks = size.allocator.take_in_free_slabs(size.num_blocks_before(position))
+        size.allocator.hold(blocks)
+        return Window(size, size.first_seen(position), blocks)
 
     def take_blocks(self, addresses: Sequence[int]) -> tuple[tuple[BlockId, int], ...]:
         """Allocate blocks for what is stored at these addresses."""
@@ -78,7 +72,7 @@ class DeviceTarget:
                 sources: list[int] = [block for block, _ in action.blocks]
                 for slot, *_ in action.snapshots:
                     sources += range(slot * size, (slot + 1) * size)
-                has_window = any(each.window for each in action.snapshots)
+                has_window = any(any(each.windows) for each in action.snapshots)
                 if not has_window and blocks.issuperset(sources):
                     actions[index] = replace(action, is_held=True)
 
@@ -86,8 +80,8 @@ class DeviceTarget:
         lease, memory, counters = self.lease, self._cache.memory, self._cache.counters.loads
         memory.allocator.let_go(self.blocks)
         for cut in lease.cuts:
-            if cut.window is not None and memory.windows.are_kept:
-                memory.windows.allocator.let_go(cut.window.held)
+            for window in cut.windows or ():
+                window.size.allocator.let_go(window.held)
         if completion.is_done:
             counters.num_done += 1
             counters.num_blocks += len(self.blocks)
@@ -113,10 +107,10 @@ class DeviceTarget:
             self._cache.memory.offer(snapshot)
 
 
-def num_slabs_for(windows: WindowBlocks, position: int) -> int:
-    """Return how many slabs the window of a snapshot at a position takes that is loaded."""
-    return -(-_num_blocks(windows, position) // windows.allocator.blocks_per_slab)
+def num_slabs_for(sizes: Iterable[WindowBlocks], position: int) -> int:
+    """Return how many slabs the windows of a snapshot at a position take that is loaded."""
+    return sum(_num_slabs(size, position) for size in sizes)
 
 
-def _num_blocks(windows: WindowBlocks, position: int) -> int:
-    return -(-position // BLOCK_TOKENS) - windows.first_seen(position) if windows.are_kept else 0
+def _num_slabs(size: WindowBlocks, position: int) -> int:
+    return -(-size.num_blocks_before(position) // size.allocator.blocks_per_slab)

@@ -233,7 +233,7 @@ class Loads:
         upper = self._index.split_at(Walk(end.run, end.num_blocks, None, 0))
         memory.pin_run(upper)
         num_slabs = sum(self._num_slots + num_slabs_for(memory.windows, each.position) for each in missing)
-        num_window_blocks = memory.windows.num_to_resume(resumed, last)
+        num_window_blocks = -(-last // BLOCK_TOKENS) - resumed // BLOCK_TOKENS
         if not memory.can_take(len(addresses) + num_spare_blocks, num_slabs + self._num_slots, num_window_blocks):
             memory.unpin_run(upper)
             return None

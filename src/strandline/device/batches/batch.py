@@ -102,16 +102,11 @@ class HostBatch:
         return table_NM
 
     @cached_property
-    def window_table_NM(self) -> np.ndarray | None:
-        """The window blocks of the sequences by their index, int32, with the null block for those passed; None: there
-        are none."""
-        if not any(sequence.window_blocks for sequence in self.sequences):
-            return None
-        windows = [np.frombuffer(sequence.window_blocks, dtype=np.int32) for sequence in self.sequences]
-        table_NM = np.zeros((len(windows), max(window[0] + len(window) - 1 for window in windows)), dtype=np.int32)
-        for row, window in enumerate(windows):
-            table_NM[row, window[0] : window[0] + len(window) - 1] = window[1:]
-        return table_NM
+    def window_tables(self) -> tuple[np.ndarray, ...]:
+        """For each size of windows, ``window_table_NM``: the window blocks of the sequences by their index, int32, with
+        the null block for those passed."""
+        sizes = zip(*(sequence.window_blocks for sequence in self.sequences), strict=True)
+        return tuple(_window_table([np.frombuffer(blocks, dtype=np.int32) for blocks in windows]) for windows in sizes)
 
     @property
     def adapter_slots_T(self) -> np.ndarray:
@@ -333,9 +328,9 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
         most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
-    if host.window_table_NM is not None:
-        window_table_NM = upload(host.window_table_NM, device)
-        attention = replace(attention, windowed=windowed(attention, columns, window_table_NM, rows, kernels))
+    if host.window_tables:
+        tables = [upload(table_NM, device) for table_NM in host.window_tables]
+        attention = replace(attention, windowed=windowed(attention, columns, tables, rows, kernels))
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(rest[num_columns:])
     replay = None if host.replay is None else host.replay.to_device(device, kernels)
@@ -349,26 +344,37 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
 def windowed(
     attention: AttentionBatch,
     columns: SequenceColumns[Tensor],
-    window_table_NM: Tensor,
+    window_tables: Sequence[Tensor],
     rows: RowAddresses,
     kernels: Kernels,
-) -> AttentionBatch:
-    """Return a step as layers with windows take it, which write all of its rows to window blocks.
+) -> tuple[AttentionBatch, ...]:
+    """Return a step as layers with windows of each size take it, which write all of its rows to window blocks.
 
     Args:
+        window_tables: ``window_table_NM`` of each size.
         rows: of the step in other blocks.
     """
     ranges = (columns.start, columns.end, columns.start, columns.rotary_delta)
     num_rows = len(rows.positions_T)
-    own = kernels[locate_rows](attention.query_starts_N1, *ranges, window_table_NM, num_rows)
     is_all_written = not attention.is_padded
-    return replace(
-        attention,
-        block_table_NM=window_table_NM,
-        write_blocks_T=own.write_blocks_T,
-        is_all_written=is_all_written,
-        gathers={},
+    return tuple(
+        replace(
+            attention,
+            block_table_NM=table_NM,
+            write_blocks_T=kernels[locate_rows](attention.query_starts_N1, *ranges, table_NM, num_rows).write_blocks_T,
+            is_all_written=is_all_written,
+            gathers={},
+        )
+        for table_NM in window_tables
     )
+
+
+def _window_table(windows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return a table with a row for each window, which is given as in ``SequencePlan.window_blocks``."""
+    table_NM = np.zeros((len(windows), max(window[0] + len(window) - 1 for window in windows)), dtype=np.int32)
+    for row, window in enumerate(windows):
+        table_NM[row, window[0] : window[0] + len(window) - 1] = window[1:]
+    return table_NM
 
 
 def _logs(host: HostBatch, columns: SequenceColumns[Tensor]) -> LogBatch:

@@ -18,6 +18,7 @@ copied from the last of the replayed rows, which gives zeros; unused rows of dra
 Shape suffixes as in ``kernels/batch.py`` and ``kernels/sampling/verification.py``; I integers of the buffer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -210,7 +211,7 @@ class PaddedStep:
         max_context: int,
         kernels: Kernels,
         tables: VerificationTables | None = None,
-        window_table_NM: Tensor | None = None,
+        window_tables: Sequence[Tensor] = (),
     ) -> StepBatch:
         """Return the step whose integers are in a buffer; its rows' positions and blocks are computed on the device.
 
@@ -220,7 +221,7 @@ class PaddedStep:
         Args:
             max_context: of any sequence, in tokens.
             tables: made of the same integers; None: the step has no drafts.
-            window_table_NM: None: there are no window blocks.
+            window_tables: ``window_table_NM`` of each size of windows.
         """
         size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
         query_starts_N1 = named["query_starts"]
@@ -240,8 +241,8 @@ class PaddedStep:
             is_all_written=False,
             is_padded=True,
         )
-        if window_table_NM is not None:
-            attention = replace(attention, windowed=windowed(attention, columns, window_table_NM, rows, kernels))
+        if window_tables:
+            attention = replace(attention, windowed=windowed(attention, columns, window_tables, rows, kernels))
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
         counts = (num_single, num_single)
         whole = partial(StepBatch, named["token_ids"], rows.positions_T, *counts)
@@ -390,7 +391,7 @@ def _part(whole: AttentionBatch, sequences: slice, rows: slice, most_rows: int |
         most_rows=most_rows,
         is_padded=most_rows is None,
         gathers={},
-        windowed=None if whole.windowed is None else _part(whole.windowed, sequences, rows, most_rows),
+        windowed=tuple(_part(each, sequences, rows, most_rows) for each in whole.windowed),
     )
 
 

@@ -38,7 +38,7 @@ def stateless_plan(sequence: SequencePlan, start: int, token_ids: tuple[int, ...
         log=NULL_LOG,
         num_logged=0,
         num_drafts=0,
-        window_blocks=b"",
+        window_blocks=(),
     )
 
 

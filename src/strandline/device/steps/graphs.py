@@ -31,7 +31,7 @@ from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.drafter import StepDrafter, Verified
-from strandline.ids import NO_TOKEN, Lifetime
+from strandline.ids import NO_TOKEN
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -77,7 +77,7 @@ def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
 class CapturedStep:
     """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them."""
 
-    def __init__(self, size: StepSize, block_table: UploadedTable, window_table: UploadedTable | None) -> None:
+    def __init__(self, size: StepSize, block_table: UploadedTable, window_tables: Sequence[UploadedTable]) -> None:
         device = block_table.table_NM.device
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
@@ -86,8 +86,8 @@ class CapturedStep:
         self.columns = self.padded.columns(self.buffer_I, slice(size.first_prompt if size.has_drafts else 0, None))
         """Columns of the sequences whose hidden states the first graph stores; the tail stores those after drafts."""
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
-        self.window_table = window_table
-        """None: there are no window blocks."""
+        self.window_tables = window_tables
+        """For each size of windows."""
         self.graph: Graph
         self.tail: Graph | None = None
         """None: nothing needs the tokens."""
@@ -165,7 +165,7 @@ class StepGraphs:
         self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
         """What the device may still read or write."""
         self._max_model_len = max_model_len
-        self._tables: dict[tuple[Lifetime | int, ...], UploadedTable] = {}
+        self._tables: dict[tuple[int, ...], UploadedTable] = {}
         by_rows = sorted(sizes, key=lambda size: (size.has_drafts, size.num_rows, size.num_decodes))
         self._most_decodes = max((size.num_decodes for size in by_rows if not size.has_filler), default=0)
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
@@ -173,8 +173,8 @@ class StepGraphs:
         captured = list[CapturedStep]()
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
-            window_table = self._table(size, Lifetime.WINDOW) if arena.spec.has_window_blocks else None
-            step = CapturedStep(size, self._table(size, Lifetime.PATH), window_table)
+            block_table, *window_tables = (self._table(size, lifetime) for lifetime in arena.spec.lifetimes)
+            step = CapturedStep(size, block_table, window_tables)
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
             self._bring(step, None)
@@ -203,7 +203,7 @@ class StepGraphs:
                 run()  # loads kernels, and lets libraries allocate, which cannot be captured
         return [capture(run, self._pool, self._kernels) for run in parts]
 
-    def _table(self, size: StepSize, lifetime: Lifetime) -> UploadedTable:
+    def _table(self, size: StepSize, lifetime: int) -> UploadedTable:
         """Return a block table. Steps of decodes share one; so do all in which fillers, whose rows stay zero, have the
         same indices, and prompts begin at one."""
         key = (lifetime, size.first_prompt, size.num_sequences) if size.has_filler else (lifetime,)
@@ -234,9 +234,8 @@ class StepGraphs:
             self._kernels[hand_over_tokens](tokens_N, pending.last.tokens_P, step.named["token_address"])
 
     def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
-        window_table = step.window_table
-        window_table_NM = None if window_table is None else window_table.table_NM[: step.padded.size.num_sequences]
-        tables_NM = (step.block_table_NM, self._max_model_len, self._kernels, tables, window_table_NM)
+        window_tables = [table.table_NM[: step.padded.size.num_sequences] for table in step.window_tables]
+        tables_NM = (step.block_table_NM, self._max_model_len, self._kernels, tables, window_tables)
         return step.padded.batch(step.buffer_I, *tables_NM)
 
     def _forward(self, batch: StepBatch) -> Tensor:
@@ -303,9 +302,8 @@ class StepGraphs:
         self._fetch(integers_I, step.buffer_I)
         if host is None:
             return
-        num_decodes, tables = host.num_decodes, (step.block_table, step.window_table)
-        for table, rows_NM in zip(tables, (host.block_table_NM, host.window_table_NM), strict=True):
-            if table is not None and rows_NM is not None:
-                table.write(rows_NM[:num_decodes])
-                if size.num_prompts:
-                    table.write(rows_NM[num_decodes:], size.first_prompt)
+        num_decodes, tables = host.num_decodes, (step.block_table, *step.window_tables)
+        for table, rows_NM in zip(tables, (host.block_table_NM, *host.window_tables), strict=False):
+            table.write(rows_NM[:num_decodes])
+            if size.num_prompts:
+                table.write(rows_NM[num_decodes:], size.first_prompt)

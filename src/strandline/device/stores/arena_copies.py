@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.stores.arena_snapshots import ArenaSnapshots
+from strandline.device.stores.arena_snapshots import ArenaSnapshots, Windows
 from strandline.device.stores.snapshot_encoding import AS_IS, Encoding
-from strandline.ids import BlockId, SlotId
+from strandline.ids import PATH, Lifetime, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.specs import ModelSpec
 from strandline.transfer.nixl_mover import Region
@@ -22,19 +22,26 @@ Fence = torch.cuda.Event | None
 
 
 class Entries(NamedTuple):
-    """What is copied together: blocks, then slots, then window blocks."""
+    """What is copied together: blocks, then slots, then window blocks of each size."""
 
     blocks: Sequence[int] = ()
     slots: Sequence[int] = ()
-    window_blocks: Sequence[int] = ()
+    windows: Sequence[Sequence[int]] = ()
 
-    def sizes(self, spec: ModelSpec) -> tuple[int, int, int]:
+    @property
+    def kinds(self) -> tuple[Sequence[int], ...]:
+        """The ids of each kind. The last sizes of windows may be left out."""
+        return self.blocks, self.slots, *self.windows
+
+    def sizes(self, spec: ModelSpec) -> tuple[int, ...]:
         """Return the bytes of each kind."""
-        each = (spec.raw_block_bytes, spec.raw_slot_bytes, spec.raw_window_block_bytes)
-        num_blocks, num_slots, num_window_blocks = (
-            len(ids) * num_bytes for ids, num_bytes in zip(self, each, strict=True)
-        )
-        return num_blocks, num_slots, num_window_blocks
+        each = (spec.raw_block_bytes, spec.raw_slot_bytes, *(window.block_bytes for window in spec.window_sizes))
+        return tuple(len(ids) * num_bytes for ids, num_bytes in zip(self.kinds, each, strict=False))
+
+
+def of_lifetime(lifetime: Lifetime, blocks: Sequence[int]) -> Sequence[Sequence[int]]:
+    """Return window blocks of one size as ``Entries`` has them; none of the lifetime of paths."""
+    return [*[()] * (lifetime - 1), blocks] if lifetime != PATH else ()
 
 
 class Copies(Protocol):
@@ -102,7 +109,11 @@ class ArenaCopies:
         if fence is not None:
             fence.synchronize()
         base = self._bytes.data_ptr()
-        return [base + index * rows.stride(0) for rows, ids in zip(self._rows, entries, strict=True) for index in ids]
+        return [base + index * rows.stride(0) for rows, ids in self._pairs(entries) for index in ids]
+
+    def _pairs(self, entries: Entries) -> "zip[tuple[Tensor, Sequence[int]]]":
+        """Return the rows of each kind and the ids of entries."""
+        return zip(self._rows, entries.kinds, strict=False)
 
     def read(self, entries: Entries, fence: Fence) -> memoryview:
         """Return the bytes of entries, one after the other, as what was launched before the fence left them.
@@ -110,30 +121,30 @@ class ArenaCopies:
         Nothing may write them meanwhile.
         """
         if self._stream is None:
-            parts = [rows.numpy()[list(ids)].reshape(-1) for rows, ids in zip(self._rows, entries, strict=True) if ids]
+            parts = [rows.numpy()[list(ids)].reshape(-1) for rows, ids in self._pairs(entries) if ids]
             return (np.concatenate(parts) if len(parts) > 1 else parts[0]).data
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
-            parts_X = [rows[list(ids)].view(-1) for rows, ids in zip(self._rows, entries, strict=True) if ids]
+            parts_X = [rows[list(ids)].view(-1) for rows, ids in self._pairs(entries) if ids]
             device_X = torch.cat(parts_X)
             host_X = torch.empty(len(device_X), dtype=torch.uint8, pin_memory=True)
             host_X.copy_(device_X, non_blocking=True)
             self._stream.synchronize()
         return host_X.numpy().data
 
-    def read_snapshot(self, slot: SlotId, window: Sequence[BlockId], fence: Fence) -> memoryview:
+    def read_snapshot(self, slot: SlotId, windows: Windows, fence: Fence) -> memoryview:
         """Return the stored bytes of a snapshot, as what was launched before the fence left it.
 
         Nothing may write it meanwhile.
         """
         with torch.inference_mode():
             if self._stream is None:
-                return self.snapshots.encode(slot, window).numpy().data
+                return self.snapshots.encode(slot, windows).numpy().data
             with torch.cuda.stream(self._stream):
                 if fence is not None:
                     self._stream.wait_event(fence)
-                rest_X = self.snapshots.encode(slot, window)
+                rest_X = self.snapshots.encode(slot, windows)
                 host_X = torch.empty(len(rest_X), dtype=torch.uint8, pin_memory=True)
                 host_X.copy_(rest_X, non_blocking=True)
                 self._stream.synchronize()
@@ -164,13 +175,13 @@ class ArenaCopies:
     def _write(self, entries: Entries, data_X: Tensor) -> None:
         """Write bytes that are on the arena's device."""
         start = 0
-        for rows, ids in zip(self._rows, entries, strict=True):
+        for rows, ids in self._pairs(entries):
             if ids:
                 end = start + len(ids) * rows.shape[1]
                 rows[list(ids)] = data_X[start:end].view(len(ids), -1)
                 start = end
 
-    def write_snapshot(self, slot: SlotId, window: Sequence[BlockId], data: memoryview, fence: Fence) -> None:
+    def write_snapshot(self, slot: SlotId, windows: Windows, data: memoryview, fence: Fence) -> None:
         """Write a snapshot from its stored bytes, after what was launched before the fence.
 
         Nothing may read or write it meanwhile. It is written when this returns.
@@ -178,21 +189,19 @@ class ArenaCopies:
         host_X = torch.frombuffer(data, dtype=torch.uint8)
         with torch.inference_mode():
             if self._stream is None:
-                self.snapshots.decode(slot, window, [host_X])
+                self.snapshots.decode(slot, windows, [host_X])
                 return
             with torch.cuda.stream(self._stream):
                 if fence is not None:
                     self._stream.wait_event(fence)
-                self.snapshots.decode(slot, window, [host_X.pin_memory()])
+                self.snapshots.decode(slot, windows, [host_X.pin_memory()])
                 self._stream.synchronize()
 
 
 def _rows(arena: ArenaTensors) -> Iterator[Tensor]:
-    """Yield the arena's bytes as blocks, as slots and as window blocks, one a row."""
+    """Yield the arena's bytes as blocks, as slots and as window blocks of each size, one a row."""
     spec = arena.spec
     yield arena.bytes.view(arena.num_blocks, spec.block_bytes)
     yield arena.bytes.view(arena.num_slabs, spec.slab_bytes)[:, : spec.raw_slot_bytes]
-    if spec.has_window_blocks:
-        yield arena.bytes.view(-1, spec.window_block_bytes)[:, : spec.raw_window_block_bytes]
-    else:
-        yield arena.bytes.new_empty(0, 0)
+    for window, stride_bytes in zip(spec.window_sizes, spec.window_strides_bytes, strict=True):
+        yield arena.bytes.view(-1, stride_bytes)[:, : window.block_bytes]

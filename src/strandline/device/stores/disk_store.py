@@ -146,7 +146,7 @@ class DiskStore:
         num_bytes = arena.spec.raw_block_bytes
         sources |= {address: Item(num_bytes, partial(self._block, block, fence)) for block, address in action.blocks}
         for each in action.snapshots:
-            num_bytes = self._copies.snapshots.num_bytes(each.slot, each.window)
+            num_bytes = self._copies.snapshots.num_bytes(each.slot, each.windows)
             sources[each.address] = Item(num_bytes, partial(self._snapshot, each, fence))
         with self._changed:
             self._stores.append(partial(self._store, action.transfer, path, sources))
@@ -272,9 +272,9 @@ class DiskStore:
                 raise _LostError(f"{file.name}: {cause_of(error)}", (part.address,)) from error
             start = end
         if (state := parts[0].state) is not None:
-            if len(target) != self._copies.snapshots.num_bytes(state.slot, state.window):
+            if len(target) != self._copies.snapshots.num_bytes(state.slot, state.windows):
                 raise _LostError(f"{file.name}: its snapshot has another window", (state.address,))
-            self._copies.write_snapshot(state.slot, state.window, target, fence)
+            self._copies.write_snapshot(state.slot, state.windows, target, fence)
         else:
             self._copies.write(Entries([part.block for part in parts if part.block is not None]), target, fence)
 
@@ -320,7 +320,7 @@ class DiskStore:
 
     def _snapshot(self, state: SnapshotCopy, fence: Fence) -> Iterator[memoryview]:
         """Yield the stored bytes of a snapshot of the device."""
-        yield self._copies.read_snapshot(state.slot, state.window, fence)
+        yield self._copies.read_snapshot(state.slot, state.windows, fence)
 
     def _shrink(self, file: StoredFile) -> None:
         """Remove a file, or cut it off after the last item that is needed."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.hardware.upload import upload
-from strandline.device.stores.arena_snapshots import ArenaSnapshots, copy_pieces
+from strandline.device.stores.arena_snapshots import ArenaSnapshots, Windows, copy_pieces
 from strandline.device.stores.snapshot_encoding import AS_IS, Encoding
 from strandline.device.stores.transfers import Completions
 from strandline.errors import CacheInvariantError
@@ -160,8 +160,8 @@ class HostStore:
         start_s = SYSTEM_CLOCK()
         for block, address in action.blocks:
             copy_pieces(self._pages.find([address]), [arena.block(block)])
-        for slot, address, window in action.snapshots:
-            self._snapshots.decode(slot, window, self._pages.find([address]))
+        for slot, address, windows in action.snapshots:
+            self._snapshots.decode(slot, windows, self._pages.find([address]))
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
@@ -169,8 +169,8 @@ class HostStore:
         start_s = SYSTEM_CLOCK()
         for block, address in action.blocks:
             self._store(address, arena.block(block))
-        for slot, address, window in action.snapshots:
-            self._store(address, self._snapshots.encode(slot, window))
+        for slot, address, windows in action.snapshots:
+            self._store(address, self._snapshots.encode(slot, windows))
         self._completions.put(Completion(action.transfer, is_done=True, seconds=SYSTEM_CLOCK() - start_s))
 
     def _store(self, address: int, rest_X: Tensor) -> None:
@@ -237,8 +237,8 @@ class PinnedStore:
             begun = _recorded()
             for pairs in _groups(action.blocks, len(self._landing) // self._pages.page_bytes):
                 self._load_blocks(pairs)
-            for slot, address, window in action.snapshots:
-                self._snapshots.decode(slot, window, self._pages.find([address]))
+            for slot, address, windows in action.snapshots:
+                self._snapshots.decode(slot, windows, self._pages.find([address]))
             end = _recorded()
         self._read.update(dict.fromkeys(addresses, end))
         self._ended.put((action.transfer, begun, end))
@@ -276,17 +276,17 @@ class PinnedStore:
             for address in addresses:
                 self._pages.take(address, self._pages.page_bytes)
             end = self._send(_Target(addresses, 0), staged_X, start, reader, AS_IS)
-        for slot, address, window in action.snapshots:
-            end = self._store_snapshot(slot, address, window, reader)
+        for slot, address, windows in action.snapshots:
+            end = self._store_snapshot(slot, address, windows, reader)
         self._ended.put((action.transfer, begun, end))
 
     def _store_snapshot(
-        self, slot: SlotId, address: int, window: Sequence[BlockId], reader: torch.cuda.Stream
+        self, slot: SlotId, address: int, windows: Windows, reader: torch.cuda.Stream
     ) -> torch.cuda.Event:
         """Store a snapshot, part by part: the staging memory may be smaller. Return the event after which it is."""
-        self._pages.take(address, self._snapshots.num_bytes(slot, window))
+        self._pages.take(address, self._snapshots.num_bytes(slot, windows))
         stored_bytes = 0
-        for part_X, encoding in self._snapshots.parts(slot, window):
+        for part_X, encoding in self._snapshots.parts(slot, windows):
             staged_X, start = self._stage(len(part_X), reader)
             with torch.cuda.stream(reader):
                 staged_X.copy_(part_X)

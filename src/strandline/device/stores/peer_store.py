@@ -6,7 +6,7 @@ from threading import Thread
 from typing import Final
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.device.stores.arena_copies import Copies, Entries, Fence
+from strandline.device.stores.arena_copies import Copies, Entries, Fence, of_lifetime
 from strandline.device.stores.transfers import Completions
 from strandline.errors import EngineError
 from strandline.ids import TransferId
@@ -108,8 +108,8 @@ class PeerStore:
         def write(items: Items, data: memoryview) -> None:
             blocks = [block_at[index] for index in range(items.start_block, items.end_block)]
             slots = [state_at[position].slot for position in items.positions]
-            window_blocks = state_at[items.window_of].window if items.num_window_blocks else ()
-            self._copies.write(Entries(blocks, slots, window_blocks), data, fence)
+            window = state_at[items.window_of].windows[items.lifetime - 1] if items.num_window_blocks else ()
+            self._copies.write(Entries(blocks, slots, of_lifetime(items.lifetime, window)), data, fence)
 
         want = Want(min(block_at, default=pull.num_blocks), sorted(state_at))
         return pull.fetch(want, Sink(self._copies.room, write))

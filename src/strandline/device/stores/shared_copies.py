@@ -56,6 +56,6 @@ class SharedCopies:
 def _rows(data_Z: np.ndarray, entries: Entries, spec: ModelSpec) -> Iterator[np.ndarray]:
     """Yield the blocks, the slots and the window blocks that follow one another, as views with a row for each."""
     start = 0
-    for ids, num_bytes in zip(entries, entries.sizes(spec), strict=True):
+    for ids, num_bytes in zip(entries.kinds, entries.sizes(spec), strict=True):
         yield data_Z[start : start + num_bytes].reshape(len(ids), num_bytes // max(len(ids), 1))
         start += num_bytes

@@ -17,13 +17,16 @@ class TenantBytes(NamedTuple):
 
 def tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> TenantBytes:
     """Return the sizes of slots and of blocks of all kinds."""
-    num_evictable_windows, window_bytes = memory.num_evictable_window_blocks, spec.window_block_bytes
-    num_windows_in_use = memory.num_window_blocks - num_evictable_windows
+    windows_bytes, windows_evictable_bytes = (
+        sum(count * stride_bytes for count, stride_bytes in zip(counts, spec.window_strides_bytes, strict=True))
+        for counts in (memory.num_window_blocks, memory.num_evictable_window_blocks)
+    )
+    windows_in_use_bytes = windows_bytes - windows_evictable_bytes
     return TenantBytes(
         (memory.num_slots - memory.num_evictable_slots) * spec.slab_bytes,
         memory.num_evictable_slots * spec.slab_bytes,
-        (memory.num_blocks - memory.num_evictable_blocks) * spec.block_bytes + num_windows_in_use * window_bytes,
-        memory.num_evictable_blocks * spec.block_bytes + num_evictable_windows * window_bytes,
+        (memory.num_blocks - memory.num_evictable_blocks) * spec.block_bytes + windows_in_use_bytes,
+        memory.num_evictable_blocks * spec.block_bytes + windows_evictable_bytes,
     )
 
 

@@ -182,7 +182,7 @@ class PrefixPulls:
             self._observed = (counts.num_bytes, counts.seconds)
         spec = self._spec
         snapshot_bytes = spec.raw_slot_bytes * spec.has_states
-        snapshot_bytes += spec.snapshot_window_blocks * spec.raw_window_block_bytes
+        snapshot_bytes += sum(window.max_blocks * window.block_bytes for window in spec.window_sizes)
         size = lacking[0] * spec.raw_block_bytes + lacking[1] * snapshot_bytes
         return self.costs.pays(size, offer.position - self._cache.hit_tokens(request.tokens, request.salt))
 
@@ -196,7 +196,8 @@ class PrefixPulls:
         wanted_slabs = found.num_blocks // self._blocks_per_slab
         num_spare = memory.num_free_slabs - wanted_slabs - int(RESERVE_SHARE * memory.num_slabs)
         if self._spec.has_window_blocks:
-            num_window_slabs = -(-self._spec.snapshot_window_blocks // self._spec.window_blocks_per_slab)
+            sizes = zip(self._spec.window_sizes, self._spec.window_blocks_per_slab, strict=True)
+            num_window_slabs = sum(-(-window.max_blocks // blocks_per_slab) for window, blocks_per_slab in sizes)
             num_spare //= self._spec.has_states + num_window_slabs
         kinds = {position: SnapshotKind(kind) for position, kind in found.snapshots}
         positions = useful_positions(kinds, num_spare)

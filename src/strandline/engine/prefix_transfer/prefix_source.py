@@ -15,7 +15,7 @@ from typing import Final
 from strandline.cache import Lease, PrefixCache
 from strandline.cache.holds import Holds
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.device.stores.arena_copies import Copies, Entries, Fence
+from strandline.device.stores.arena_copies import Copies, Entries, Fence, of_lifetime
 from strandline.ids import RequestId
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer
 from strandline.records.transfer_params import TransferParams
@@ -72,7 +72,7 @@ class PrefixSource:
         carry_out: Callable[[], None],
         *,
         blocks_per_slab: int,
-        window_blocks_per_slab: int,
+        window_blocks_per_slab: tuple[int, ...],
         lease_s: float,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -206,9 +206,12 @@ class PrefixSource:
     def _kept_slabs(self) -> float:
         """Return how much memory leases keep, counting what several share several times."""
         snapshots = [snapshot for kept in self._kept.values() for snapshot in kept.hold.held or ()]
-        num_window_blocks = sum(len(snapshot.window.held) for snapshot in snapshots)
         num_blocks = sum(len(kept.hold.table) for kept in self._kept.values())
-        num_window_slabs = num_window_blocks / self._window_blocks_per_slab if num_window_blocks else 0.0
+        num_window_slabs = sum(
+            len(window.held) / blocks_per_slab
+            for snapshot in snapshots
+            for window, blocks_per_slab in zip(snapshot.windows, self._window_blocks_per_slab, strict=True)
+        )
         num_slots = sum(snapshot.num_slots for snapshot in snapshots)
         return num_blocks / self._blocks_per_slab + num_slots + num_window_slabs
 
@@ -218,4 +221,5 @@ def _entries(hold: Reading, items: Items) -> Entries:
     blocks = list(hold.hold.table[items.start_block : items.end_block])
     held = {snapshot.position: snapshot for snapshot in hold.hold.held or ()}
     slots = [held[position].slot for position in items.positions]
-    return Entries(blocks, slots, held[items.window_of].window.held if items.num_window_blocks else ())
+    window = held[items.window_of].windows[items.lifetime - 1].held if items.num_window_blocks else ()
+    return Entries(blocks, slots, of_lifetime(items.lifetime, window))

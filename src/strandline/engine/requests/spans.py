@@ -92,7 +92,7 @@ def sequence_plan(span: Span, grant: StepGrant) -> SequencePlan:
         num_logged,
         num_folded,
         len(drafts),
-        lease.window.packed,
+        tuple([window.packed for window in lease.windows]),
     )
 
 

@@ -76,7 +76,8 @@ class RankCopies:
     def _copy(self, method: str, path: str, entries: Entries) -> None:
         """Wait until all ranks have copied, or cannot."""
         try:
-            futures = self._call(method, path, Entries(*map(tuple, entries)))
+            windows = tuple(map(tuple, entries.windows))
+            futures = self._call(method, path, Entries(tuple(entries.blocks), tuple(entries.slots), windows))
         except EngineError as error:
             raise TransferError(Cause.NO_ROOM, str(error)) from error
         wait(futures)

@@ -168,7 +168,8 @@ class Attention(nn.Module):
     def bind(self, memory: LayerMemory) -> KVMemory:
         """Return the layer's memory as ``forward`` takes it."""
         scales = self.kv_scales if self.kv_dtype == E4M3 else KVScales()
-        return KVMemory(memory.streams["key"], memory.streams["value"], scales.key, scales.value, self.sinks_H)
+        streams = memory.streams["key"], memory.streams["value"]
+        return KVMemory(*streams, scales.key, scales.value, self.sinks_H, memory.lifetime)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> Tensor:
         out_TO, _ = self._attended(hidden_TE, step, memory)
@@ -183,7 +184,7 @@ class Attention(nn.Module):
             options["window_tokens"] = config.window_tokens
         if not config.is_causal:
             options["is_causal"] = False
-        rows = (q_THD, memory, step.batch.attention.of(config.window_tokens), step.batch.num_decodes)
+        rows = (q_THD, memory, step.batch.attention.of(memory.lifetime), step.batch.num_decodes)
         out_THD = self._attend(*rows, scale=config.scale, **options)
         return out_THD.flatten(1), gate_TO
 
@@ -199,7 +200,7 @@ class Attention(nn.Module):
         if config.norm is QueryKeyNorm.WIDE:
             q_TO = self._rms_norm(q_TO, self.q_norm_O, config.eps)
             k_TO = self._rms_norm(k_TO, self.k_norm_O, config.eps)
-        attention = step.batch.attention.of(config.window_tokens)
+        attention = step.batch.attention.of(memory.lifetime)
         return self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), rotary, memory, attention), gate_TO
 
     def _norm(self) -> HeadNorm | None:

@@ -145,7 +145,7 @@ class ClippedAttention(Attention):
         factor_T = None if scaling is None else score_factors(batch.positions_T, scaling)
         q_THD = self._clip_heads(q_THD, config.threshold, self.q_scale_HD, factor_T)
         mix_THC = self._clip_heads(mix_THC, config.profile_threshold, self.mix_scale_HC, factor_T)
-        attention = batch.attention.of(self.config.window_tokens)
+        attention = batch.attention.of(memory.kv.lifetime)
         q_TO, k_TO, v_TO = (x.flatten(1) for x in (q_THD, k_TGD, v_TGD))
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, None, memory.kv, attention)
         out_THD = self._attend_relative(

@@ -135,7 +135,7 @@ class RelativeAttention(Attention):
         q_TO, kv_TO = self.in_proj.multiply(hidden_TE).split([self.sizes[0], sum(self.sizes[1:])], dim=-1)
         kv_TO = self.conv.convolve(kv_TO, step.batch, memory.window_SRC, memory.log)
         k_TO, v_TO = kv_TO.split(self.sizes[1:3], dim=-1)
-        attention = step.batch.attention.of(self.config.window_tokens)
+        attention = step.batch.attention.of(memory.kv.lifetime)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), None, memory.kv, attention)
         mix_in_TE = hidden_TE if self.mix_proj.takes_quantized else plain_rows(hidden_TE)
         mix_THC = self.mix_proj.multiply(mix_in_TE).unflatten(-1, (self.config.num_heads, -1))

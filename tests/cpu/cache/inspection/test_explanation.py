@@ -8,6 +8,7 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.placements import NoSnapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtWindowEnds
 from strandline.cache.resume import ResumeRule
+from strandline.cache.size import WindowClass
 from strandline.ids import RequestId
 from strandline.records.account import Reason, SnapshotKind
 from strandline.records.explanation import Advice, Explanation, Help
@@ -134,7 +135,7 @@ def test_advised_memory_includes_evicted_keys_and_values() -> None:
 
 @pytest.mark.parametrize(("rule", "size"), [(AT_SNAPSHOTS, "9.0 MiB"), (AtWindowEnds(), "4.0 MiB")])
 def test_advised_memory_includes_the_window(rule: ResumeRule, size: str) -> None:
-    driver = Driver(rule=rule, window_tokens=101, windows_per_slab=3)
+    driver = Driver(rule=rule, windows=(WindowClass(101, 3),))
     driver.serve(prompt(150))
     driver.cache.internals().memory.drop_snapshot(next(published_snapshots(driver.cache))[2])
     advice = only_advice(explain(driver, prompt(150)))
