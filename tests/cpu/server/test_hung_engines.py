@@ -128,11 +128,11 @@ def test_a_drain_does_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.Monk
     monkeypatch.setattr(serving, "LOOK_S", 0.0)
 
     async def check(pair: Pair) -> None:
-        http: Any = SimpleNamespace(should_exit=False)
+        http: Any = SimpleNamespace(should_exit=False, force_exit=False)
         with pair.submit(PREFIX) as stuck:
             [first] = [i for i, core in enumerate(pair.cores) if core.num_submitted]
             with pair.submit([500, 501]) as running:
-                watching = asyncio.ensure_future(serving._fail_hung(http, pair.client))
+                watching = asyncio.ensure_future(serving._watch(http, pair.client))
                 pair.cores[first].hang = "no sign of life"
                 for _ in range(5):
                     await asyncio.sleep(0)

@@ -98,9 +98,15 @@ def test_signal_at_start_leaves_no_files_and_no_process(
     assert server.log() == ("stopped before it served\n" if code == 0 else "")
 
 
-def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
-    core = doomed.core_pid()
-    with ThreadPoolExecutor() as pool, doomed.stream(**ENDLESS, n=4) as events:
+def test_a_second_ctrl_c_stops_at_once(bytes_dir: Path, tmp_path: Path) -> None:
+    with (
+        running_server(bytes_dir, tmp_path / "log", "--client-timeout-s", "0") as doomed,
+        ThreadPoolExecutor() as pool,
+        doomed.stream(**ENDLESS, n=4) as events,
+        doomed.connect() as unfinished,
+    ):
+        core = doomed.core_pid()
+        unfinished.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         whole = pool.submit(http_post, f"{doomed.url}/v1/completions", json=ENDLESS)
         next(events)
         doomed.wait_until(lambda: doomed.metric("num_requests_running") == 5)
@@ -114,8 +120,8 @@ def test_a_second_ctrl_c_stops_at_once(doomed: ServerProcess) -> None:
         assert whole.result().status_code == 503
         assert "the server was stopped" in whole.result().json()["error"]["message"]
         assert doomed.exit_code() == 130
-    assert not lives(core)
-    assert "Traceback" not in doomed.log()
+        assert not lives(core)
+        assert "Traceback" not in doomed.log()
 
 
 def test_a_restarted_server_hits_what_the_last_one_left(bytes_dir: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import ssl
 from functools import partial
+from time import monotonic
 from typing import Any, Final
 
 import uvicorn
@@ -16,10 +17,12 @@ from strandline.server.http.http_protocol import HttpProtocol
 from strandline.server.http.listener import log_loop_error
 from strandline.server.http.response_parts import ResponseParts
 
-LOOK_S: Final = 0.5
-"""How often a server that drains looks whether an engine hangs."""
+LOOK_S: Final = 0.1
+"""How often the server checks for a second Ctrl-C and, while it drains, for engines that hang."""
 ANSWER_S: Final = 1.0
 """How long a server that is stopped at once takes to tell its clients."""
+CLOSE_S: Final = 0.02
+"""How often it then checks whether all connections are closed."""
 
 
 async def serve_http(config: uvicorn.Config, listener: socket.socket, client: EngineClient) -> bool:
@@ -29,25 +32,34 @@ async def serve_http(config: uvicorn.Config, listener: socket.socket, client: En
     # At shutdown uvicorn raises the signals that it handled again, for the handlers that were installed before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    watching = asyncio.ensure_future(_fail_hung(http, client))
+    watching = asyncio.ensure_future(_watch(http, client))
     try:
         await http.serve(sockets=[listener])
+        if http.force_exit:
+            await watching
     finally:
         watching.cancel()
-    if http.force_exit:
-        for engine in client.engines:
-            client.fail(engine, "the server was stopped")
-        if http.server_state.tasks:
-            await asyncio.wait(http.server_state.tasks, timeout=ANSWER_S)
     return http.force_exit
 
 
-async def _fail_hung(http: uvicorn.Server, client: EngineClient) -> None:
-    """Once the server drains, do not let it wait for engines that hang."""
-    while True:
+async def _watch(http: uvicorn.Server, client: EngineClient) -> None:
+    """Fail engines that hang while the server drains; return once a second Ctrl-C has ended all requests.
+
+    From Python 3.12.1 on, asyncio's server waits for all connections when it is closed, also if uvicorn is forced to
+    exit: the requests are ended while uvicorn still waits.
+    """
+    while not http.force_exit:
         await asyncio.sleep(LOOK_S)
         if http.should_exit:
             client.fail_hung()
+    for engine in client.engines:
+        client.fail(engine, "the server was stopped")
+    connections = http.server_state.connections
+    deadline_s = monotonic() + ANSWER_S
+    while connections and monotonic() < deadline_s:
+        await asyncio.sleep(CLOSE_S)
+    for connection in [*connections]:
+        connection.transport.abort()  # its client does not read, or is still sending
 
 
 def http_config(app: ASGIApp, client_timeout_s: float | None, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
