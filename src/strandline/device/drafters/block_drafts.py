@@ -134,4 +134,4 @@ def _block_plan(sequence: SequencePlan, sampled: Sequence[int], block: DraftBloc
     """Return the block after a step: from the newest token, which is the last that was sampled."""
     start = sequence.end - sequence.num_drafts + len(sampled) - 1
     masks = (block.mask_token_id,) * (sequence.next_drafts - 1 + block.first_row)
-    return stateless_plan(sequence, start, (sampled[-1], *masks))._replace(pictures=())
+    return stateless_plan(sequence, start, (sampled[-1], *masks), sequence.kv_start)._replace(pictures=())

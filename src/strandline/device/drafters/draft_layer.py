@@ -52,6 +52,8 @@ class Pairs:
     """The row of a stored hidden state, after the position before these; None: there is no such pair."""
     num_drafts: int = 0
     """Tokens to draft after the last pair."""
+    is_open: bool = False
+    """Whether the last pair ends with a sampled token that is on the device."""
 
     def rows(self) -> np.ndarray:
         """Return the row of the hidden state of each pair."""
@@ -66,9 +68,9 @@ def _pairs(index: int, rows: StepRows) -> Pairs | None:
     sampled = (SAMPLED,) * sequence.is_sampled if rows.sampled is None else rows.sampled.get(index, ())
     after = tuple(token for token in sampled or (sequence.next_id,) if token != NO_TOKEN)
     tokens, start, kv_start = (*sequence.token_ids[: sequence.num_certain], *after), sequence.start, sequence.kv_start
-    num_drafts, ends_sampled = 0 if NO_TOKEN in sampled else sequence.next_drafts, sequence.is_sampled
+    num_drafts, is_open = 0 if NO_TOKEN in sampled else sequence.next_drafts, sequence.is_sampled
     if first_row is None and sequence.end > sequence.start:
-        tokens, num_drafts, ends_sampled = tokens[:1], 0, False
+        tokens, num_drafts, is_open = tokens[:1], 0, False
     stored_row = rows.stored_rows[index] if sequence.reads_stored else None
     if stored_row is None:
         tokens = tokens[1:]
@@ -77,8 +79,8 @@ def _pairs(index: int, rows: StepRows) -> Pairs | None:
         start, kv_start = start - 1, kv_start - (kv_start % BLOCK_TOKENS > 0)
     if not tokens:
         return None
-    plan = stateless_plan(sequence, start, tokens)._replace(kv_start=kv_start, is_sampled=ends_sampled)
-    return Pairs(index, plan, first_row or 0, stored_row, num_drafts)
+    plan = stateless_plan(sequence, start, tokens, kv_start)
+    return Pairs(index, plan, first_row or 0, stored_row, num_drafts, is_open and rows.sampled is None)
 
 
 def pairs_of_step(rows: StepRows) -> list[Pairs]:
@@ -91,8 +93,8 @@ def _further_plan(pair: Pairs, index: int) -> SequencePlan:
     """Return the pair of a draft, by its index; of a draft after which none is wanted, one that stores nothing."""
     last = pair.num_drafts - 2
     position = pair.plan.end + min(index, last)
-    plan = stateless_plan(pair.plan, position, (SAMPLED,))
-    return plan if index <= last else plan._replace(kv_start=position + 1)
+    kv_start = pair.plan.kv_start if index <= last else position + 1
+    return stateless_plan(pair.plan, position, (SAMPLED,), kv_start)
 
 
 class DraftLayer:
@@ -114,11 +116,13 @@ class DraftLayer:
         pairs = sorted(pairs_of_step(rows), key=lambda pair: not pair.plan.is_decode)
         if not pairs:
             return None
-        host, batch = self._batch([pair.plan for pair in pairs])
+        # Chunks are for attention, which only drafts need: without drafts, none are planned.
+        num_single = sum(pair.plan.is_decode for pair in pairs) if any(p.num_drafts for p in pairs) else len(pairs)
+        host, batch = self._batch([pair.plan for pair in pairs], num_single)
         last_rows = list(zip(host.columns.last_row.tolist(), pairs, strict=True))
         drafting = [(row, pair) for row, pair in last_rows if pair.num_drafts]
         # What was sampled is in the order of the plan.
-        ends = sorted((pair.index, row) for row, pair in last_rows if pair.plan.is_sampled and rows.sampled is None)
+        ends = sorted((pair.index, row) for row, pair in last_rows if pair.is_open)
         rows_T, drafting_N, ends_N = upload_together(
             [np.concatenate([pair.rows() for pair in pairs]), [row for row, _ in drafting], [row for _, row in ends]],
             rows.hidden_XE.device,
@@ -130,16 +134,20 @@ class DraftLayer:
             return None
 
         def single(index: int, token_N: Tensor) -> StepBatch:
-            _, further = self._batch([_further_plan(pair, index) for _, pair in drafting])
+            _, further = self._batch([_further_plan(pair, index) for _, pair in drafting], len(drafting))
             return replace(further, token_ids_T=token_N)
 
         num_drafts = max(pair.num_drafts for _, pair in drafting)
         tokens_ND = self._drafts(batch, hidden_TE, drafting_N, single, num_drafts)
         return Drafts({pair.index: row for row, (_, pair) in enumerate(drafting)}, tokens_ND)
 
-    def _batch(self, plans: Sequence[SequencePlan]) -> tuple[HostBatch, StepBatch]:
-        """Return the batch of pairs, those of single ones first."""
-        host = build_host_batch(plans, sum(plan.is_decode for plan in plans))
+    def _batch(self, plans: Sequence[SequencePlan], num_single: int) -> tuple[HostBatch, StepBatch]:
+        """Return the batch of pairs.
+
+        Args:
+            num_single: how many of the sequences are laid out as decodes, without chunks; they come first.
+        """
+        host = build_host_batch(plans, num_single)
         return host, to_device(host, self._last.tokens_P.device, self._kernels).step
 
     def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:

@@ -26,12 +26,13 @@ class StepRows(NamedTuple):
     that is sampled."""
 
 
-def stateless_plan(sequence: SequencePlan, start: int, token_ids: tuple[int, ...]) -> SequencePlan:
+def stateless_plan(sequence: SequencePlan, start: int, token_ids: tuple[int, ...], kv_start: int) -> SequencePlan:
     """Return the plan of tokens that a drafter computes in a sequence's blocks."""
     return sequence._replace(
         start=start,
         end=start + len(token_ids),
         token_ids=token_ids,
+        kv_start=kv_start,
         cuts=(),
         pending=PendingToken.NONE,
         is_prefill=False,
