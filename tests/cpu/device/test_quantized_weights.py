@@ -16,7 +16,7 @@ from strandline.device.hardware.dtypes import count_matrix_weights, count_weight
 from strandline.device.sizing import require_room_for_weights
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, HalfWeight
-from strandline.kernels.gpu import GPUS
+from strandline.kernels.gpu import GPUS, standing_for
 from strandline.model_config import read_model_config
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
@@ -135,6 +135,25 @@ def test_gpus_keep_weights_in_4_bits(
     assert re.search(reason or "kept in 4 bits; those that are not published so are in bfloat16", choice.note or "")
     told = dtypes.choose_storage(replace(options, dequantize=True), config, gpu, torch.bfloat16)
     assert (told.keeps_quantized, "(--dequantize)" in (told.note or "")) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "dtype", "is_rounded"),
+    [
+        ("sm_90", {}, torch.bfloat16, True),
+        ("sm_89", {}, torch.float16, True),
+        ("sm_86", {}, torch.bfloat16, False),
+        ("sm_90", {}, torch.float32, False),
+        ("sm_90", {"dequantize": True}, torch.bfloat16, False),
+    ],
+)
+def test_gpus_with_fp8_round_the_output_head_of_drafts(
+    architecture: str, options: dict[str, Any], dtype: torch.dtype, is_rounded: bool
+) -> None:
+    config = EngineConfig(model="nowhere", **options)
+    assert not dtypes.drafts_in_fp8(config, torch.device("cpu"), dtype)
+    with standing_for(GPUS[architecture]):
+        assert dtypes.drafts_in_fp8(config, torch.device("meta"), dtype) == is_rounded
 
 
 def test_weights_dequantised_beside_others_are_counted() -> None:

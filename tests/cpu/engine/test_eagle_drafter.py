@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strandline import LLM, SamplingParams
+from strandline.engine import loading
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError, WeightsError
 from tests.cpu.engine.conftest import llm_maker
@@ -137,6 +138,15 @@ def test_drafts_after_loads_from_disk_are_those_of_the_reference(
         assert answers(llm, prompts, GREEDY) == expected
         assert llm.engine.core.cache.stats().hit_tokens == sum(map(len, prompts))
         check_drafts(reference, drafted)
+
+
+def test_only_a_head_that_drafts_is_rounded(make: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "drafts_in_fp8", lambda *_: True)
+    llm = make()
+    model: Any = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
+    assert (model.decoder.draft_weight is None) == (model.drafter.head is not None)
+    plain = make(speculative_config=None)
+    assert answers(llm, [tokens(70, seed=1)], GREEDY) == answers(plain, [tokens(70, seed=1)], GREEDY)
 
 
 def test_ranks_draft_what_one_rank_does(model: Path, drafter: Path, reference: EagleReference) -> None:
