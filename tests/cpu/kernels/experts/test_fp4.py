@@ -12,18 +12,29 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.expert_choices import added_up
-from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, Activation, ExpertWeights, SharedExpert
+from strandline.kernels.experts.moe import (
+    RELU_SQUARED,
+    SWIGLU,
+    Activation,
+    ExpertBiases,
+    ExpertWeights,
+    Router,
+    SharedExpert,
+    SharedOutput,
+    sum_of_chosen,
+)
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import BLOCK_INPUTS
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, Fp4Weight
 from tests.cpu.kernels.gemm.formats import exact, fp4_weight
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import many_triton
+from strandline.kernels.experts import many_launches, many_triton, moe_triton
 from strandline.kernels.experts.few_launches import few_pair
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
+from strandline.kernels.gemm.library_triton import dequantize_into
 from strandline.kernels.launch import Launch, Pair
 
 Shape = tuple[int, int, int, int, int]
@@ -139,6 +150,36 @@ def test_experts_multiply_with_what_weights_stand_for(
     # Pairs suffice: no line of the kernels depends on more than two of the four.
     torch.manual_seed(0)
     check(Case(3 if check is check_few else 9, shape, dtype, "cpu", activation, group))
+
+
+@pytest.mark.parametrize("activation", [SWIGLU, RELU_SQUARED])
+def test_ranks_dequantise_their_experts_of_many_tokens(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    case = Case(12, (7, 3, 48, 32, 24), torch.float32, "cpu", activation, 16)
+    num_up, num_channels = case.experts.up.shape[1], case.experts.down.shape[1]
+    experts = case.experts._replace(biases=ExpertBiases(torch.randn(7, num_up), torch.randn(7, num_channels)))
+    router, shared = Router(case.logits_TE, None, case.routing), SharedOutput(torch.randn_like(case.x_TD))
+    num_dequantized = list[int]()
+
+    def counted(out_OI: Tensor, weight: Fp4Weight) -> None:
+        num_dequantized.append(weight.shape[0])
+        dequantize_into(out_OI, weight)
+
+    monkeypatch.setattr(many_triton, "dequantize_into", counted)
+    monkeypatch.setattr(many_triton, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(many_triton, "ALIGNED_EXPERTS", 2)
+    monkeypatch.setattr(moe_triton, "MAX_TOKENS_FEW", 0)
+    expected = sum_of_chosen(case.x_TD, experts, case.chosen, shared).double()
+    for least in (6, 5):  # an expert has 36 / 7 choices on average
+        monkeypatch.setitem(many_launches.MEASURED, Fp4Weight, many_launches.FP4._replace(min_dequantized=least))
+        num_dequantized.clear()
+        out_TD = torch.zeros_like(case.x_TD)
+        for held in (range(3), range(3, 7)):
+            part = experts.part(slice(held.start, held.stop))._replace(held=held)
+            with poisoned_memory():
+                out_TD += added_up(moe_triton.mixture(case.x_TD, part, router, None if held.start else shared))
+        assert num_dequantized == ([] if least == 6 else [2, 1, 2, 1, 2, 2, 2, 2])
+        assert_near(out_TD, expected)
 
 
 def test_pairs_of_parameters_are_complete() -> None:

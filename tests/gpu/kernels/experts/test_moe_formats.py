@@ -39,7 +39,7 @@ def test_the_mixture_equals_a_loop_in_float64(name: str, num_tokens: int, shape:
     check_mixture(name, num_tokens, shape, dtype, "cuda", **options)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300, 700])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
 @pytest.mark.parametrize("symmetric", [True, False, None])
 def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int, symmetric: bool | None) -> None:
     name, options = "fp8", dict[str, Any]()
@@ -49,7 +49,7 @@ def test_mixture_equals_a_float64_loop_at_model_shape(num_tokens: int, symmetric
 
 
 @pytest.mark.parametrize("shape", [(32, 6, 2688, 1856, 3712), (32, 6, 2688, 1856, 0)], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300, 700])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_without_gate_equal_a_float64_loop_at_model_shape(name: str, num_tokens: int, shape: Shape) -> None:
     options = {"is_gated": False, "has_shared_gate": False, "has_bias": True}
@@ -57,14 +57,14 @@ def test_experts_without_gate_equal_a_float64_loop_at_model_shape(name: str, num
 
 
 @pytest.mark.parametrize("options", [{"limit": 1.5}, {"are_dense": True}], ids=["clamped", "shared-alone"])
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300, 700])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
 @pytest.mark.parametrize("name", FORMATS)
 def test_clamped_and_dense_experts_equal_a_float64_loop(name: str, num_tokens: int, options: dict[str, Any]) -> None:
     check_mixture(name, num_tokens, (32, 8, 2048, 512, 512), torch.bfloat16, "cuda", **options)
 
 
 @pytest.mark.parametrize("shared_size", [256, 512])
-@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300, 700])
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 300])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_experts_of_two_ranks_add_up_to_all(name: str, num_tokens: int, shared_size: int) -> None:
     check_ranks(name, num_tokens, (32, 8, 2048, 512, shared_size), torch.bfloat16, "cuda")
