@@ -160,6 +160,8 @@ def params_for(num_tokens: int) -> SamplingParams:
 def measure_decode(llm: LLM, options: argparse.Namespace) -> None:
     for depth in options.depths or [None]:
         if depth is not None:
+            if llm.engine.scheduler.drafts.chooser is not None:
+                raise SystemExit('--depths: the engine would choose the depth: "adaptive": false is missing')
             llm.engine.scheduler.drafts.depth = depth
             print(f"{depth} drafts per step")
         measure_batches(llm, options)
