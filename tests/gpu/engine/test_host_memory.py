@@ -43,10 +43,11 @@ def test_stored_bytes_are_those_of_their_moment(make_llm: MakeLLM) -> None:
         arena.block(block).fill_(value)
         arena.slot(slot).fill_(value + 100)
         addresses = (2 * value + 1, 2 * value + 2)
-        store.store(StoreOut(TransferId(number), "host", ((block, addresses[0]),), ((slot, addresses[1]),)), arena)
+        stored, loaded = (SnapshotCopy(each, addresses[1]) for each in (slot, another))
+        store.store(StoreOut(TransferId(number), "host", ((block, addresses[0]),), (stored,)), arena)
         arena.block(block).fill_(255)
         arena.slot(slot).fill_(255)
-        store.load(LoadIn(TransferId(number + 1), "host", ((other, addresses[0]),), ((another, addresses[1]),)), arena)
+        store.load(LoadIn(TransferId(number + 1), "host", ((other, addresses[0]),), (loaded,)), arena)
         ended = list(transfers.wait(60))
         while len(ended) < 2:
             ended += transfers.wait(60)

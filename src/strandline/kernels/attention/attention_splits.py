@@ -16,7 +16,7 @@ from strandline.kernels.operation import Launches
 from strandline.kernels.sizes import NUM_SMS, next_power_of_2
 
 DECODE_PROGRAMS = 4 * NUM_SMS
-"""Programs that a step of few decodes is split into."""
+"""Programs that a step of few decodes is split into, where the caller has no number of its own."""
 
 MAX_SPLIT_BLOCKS = 128
 """Blocks that one program of a decode reads at most, so that one long context does not outlast the others."""
@@ -32,9 +32,13 @@ COMBINE_COST_TILES = 3
 """What a second kernel costs, in tiles of keys."""
 
 
-def num_decode_splits(num_programs: int, num_blocks: int) -> int:
-    """Return how many programs share the context of one sequence and key/value head."""
-    wanted = max(-(-DECODE_PROGRAMS // num_programs), -(-num_blocks // MAX_SPLIT_BLOCKS))
+def num_decode_splits(num_programs: int, num_blocks: int, least_programs: int = DECODE_PROGRAMS) -> int:
+    """Return how many programs share the context of one sequence and key/value head.
+
+    Args:
+        least_programs: what a step is split into, if it has fewer programs.
+    """
+    wanted = max(-(-least_programs // num_programs), -(-num_blocks // MAX_SPLIT_BLOCKS))
     return max(1, min(wanted, num_blocks, MAX_DECODE_SPLITS))
 
 

@@ -360,6 +360,11 @@ def test_few_decodes_are_split_and_long_ones_bounded(num_programs: int, num_bloc
     assert num_decode_splits(num_programs, num_blocks) == splits
 
 
+@pytest.mark.parametrize(("num_programs", "splits"), [(2, 17), (32, 9), (128, 3), (264, 1), (512, 1)])
+def test_decodes_that_occupy_a_gpu_are_not_split(num_programs: int, splits: int) -> None:
+    assert num_decode_splits(num_programs, 17, attention_triton.DECODE_PROGRAMS) == splits
+
+
 @pytest.mark.parametrize(("num_programs", "num_tiles", "splits"), [(16, 66, 8), (1024, 128, 1), (256, 66, 1)])
 def test_a_few_tiles_over_a_long_context_are_split(num_programs: int, num_tiles: int, splits: int) -> None:
     assert num_prefill_splits(num_programs, num_tiles) == splits
