@@ -203,6 +203,22 @@ def test_keys_and_values_without_states_are_flushed(
         assert serve(second, PROMPTS[:2]) == (expected, [256, 256])
 
 
+def test_a_flush_writes_what_was_being_loaded(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadCosts, "pays", lambda *_: True)
+    options = {"disk_cache": str(tmp_path / "cache"), "host_memory": "64MiB"}
+    with make_llm(**options) as first:
+        answers(first, PROMPTS[:1])
+        core = first.engine.core
+        evict_all(core.cache)
+        first.engine.add_request("again", PROMPTS[0], GREEDY)
+        assert core.scheduler.plan() is None
+        assert len(core.loads) == 1
+    with make_llm(**options) as second:
+        assert serve(second, PROMPTS[:1])[1] == list(LENGTHS[:1])
+
+
 def test_a_flush_that_is_stopped_leaves_the_rest(make_llm: MakeLLM, tmp_path: Path) -> None:
     llm = make_llm(disk_cache=str(tmp_path / "cache"))
     answers(llm, PROMPTS)

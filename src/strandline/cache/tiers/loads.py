@@ -174,7 +174,7 @@ class Loads:
     def begin_flush(self) -> Flush | None:
         """Start writing what only the device or the first tier has to the second, which is persistent; None: none is.
 
-        No step runs and no request is admitted any more.
+        No step runs and no request is admitted any more. What loads under way bring is not written.
         """
         if self.spills:
             self.flush = Flush(self._index, self.tiers[0], self.spills[0])

@@ -27,19 +27,28 @@ def flush(
 ) -> FlushReport | None:
     """Write what is worth keeping, most valuable first, until all is written, the time is over or it is stopped.
 
-    No request runs any more. A progress bar is shown on a terminal.
+    No request runs any more. Loads under way end first: until then, what they bring is neither in host memory nor on
+    the device. A progress bar is shown on a terminal.
 
     Returns:
         None: there is no disk cache.
     """
+    start_s = SYSTEM_CLOCK()
+
+    def is_over() -> bool:
+        return is_stopped() or SYSTEM_CLOCK() >= start_s + limit_s
+
+    while loads.spills and len(loads) and not is_over():
+        executor.carry_out(cache.take_actions())
+        loading.complete(executor.wait_for_transfers(WAIT_S))
     writing = loads.begin_flush()
     if writing is None:
         return None
-    start_s, disk = SYSTEM_CLOCK(), loads.tiers[-1]
+    disk = loads.tiers[-1]
     before = disk.num_blocks_written
     text, num_sources = "writing to the disk cache", writing.num_left
     with tqdm(desc=text, total=num_sources, disable=None, unit="snapshot", leave=False, delay=1) as bar:
-        while writing.num_left and not is_stopped() and SYSTEM_CLOCK() < start_s + limit_s:
+        while writing.num_left and not is_over():
             executor.carry_out(cache.take_actions())
             bar.update(num_sources - writing.num_left - bar.n)
             if writing.num_left:
