@@ -238,7 +238,10 @@ class SnapshotSize(NamedTuple):
 
     def bytes_at(self, position: int) -> int:
         """Return the bytes of a snapshot at a position: near the start of a prompt, windows are shorter."""
-        return self.slot_bytes + sum(window.num_blocks_before(position) * window.block_bytes for window in self.windows)
+        num_bytes = self.slot_bytes
+        for window in self.windows:  # ``sum`` takes three times as long, for every entry that eviction ranks
+            num_bytes += window.num_blocks_before(position) * window.block_bytes
+        return num_bytes
 
     def blocks_at(self, position: int) -> int:
         """Return how many blocks a snapshot at a position takes; 0: prompts resume without snapshots."""
