@@ -307,24 +307,27 @@ def test_parts_are_written_where_bodies_are_chunked(head: bytes, is_written: byt
 
 
 def test_parts_are_not_written_to_full_or_lost_connections() -> None:
-    refused = list[bool]()
+    written = list[bool]()
 
     async def flood(scope: Scope, receive: Receive, send: Send) -> None:
         writer = scope[STREAM_WRITER]
         await send({"type": "http.response.start", "status": 200})
-        while writer.write(bytes(MAX_PART_BYTES)):
-            pass
-        refused.append(True)
+        parts = (bytes(MAX_PART_BYTES) for _ in range(MORE_THAN_BUFFERS_HOLD // MAX_PART_BYTES))
+        written.append(all(writer.write(part) for part in parts))
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})  # when the client has read
+        written.append(writer.write(b"x"))
         await receive_disconnect(receive)
-        refused.append(not writer.write(b"x"))
+        written.append(writer.write(b"x"))
 
     async def run() -> None:
         async with clients_of(flood, TIMEOUT_S) as clients:
-            _, writer = await clients.connect()
+            reader, writer = await clients.connect()
             writer.write(REQUEST)
-            await until(lambda: len(refused) == 1)
+            await until(lambda: len(written) == 1)
+            while len(written) < 2:
+                await reader.read(2**16)
             writer.transport.abort()
-            await until(lambda: len(refused) == 2)
+            await until(lambda: len(written) == 3)
 
     asyncio.run(run())
-    assert all(refused)
+    assert written == [False, True, False]

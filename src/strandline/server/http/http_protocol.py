@@ -33,12 +33,12 @@ class HttpProtocol(H11Protocol):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
-            # The cycle is this request's: h11 gives out no other before the response is complete.
-            scope[STREAM_WRITER] = StreamWriter(self.cycle)
+            scope[STREAM_WRITER] = self._writer
         await self._served(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
+        self._writer = StreamWriter(transport.write)
         self._abort_later(self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -53,10 +53,12 @@ class HttpProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._writer.is_ready = False
         self._abort_later(self._abort_unread)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._writer.is_ready = True
         if not self.cycle.response_complete:
             self._cancel_abort()
 
@@ -67,6 +69,7 @@ class HttpProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_abort()
+        self._writer.is_ready = False
         super().connection_lost(exc)
 
     def _abort_unread(self) -> None:

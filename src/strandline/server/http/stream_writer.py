@@ -4,34 +4,36 @@ A part that is sent as a message passes a dozen calls of the application's layer
 checks of a body: an eighth of the HTTP process's work on a token.
 """
 
+from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final
+from typing import Final
 
 from strandline.server.http.response_parts import MAX_PART_BYTES
 
 STREAM_WRITER: Final = "strandline.stream_writer"
-"""The scope's field for the request's ``StreamWriter``; missing: parts are sent as ASGI messages alone."""
+"""The scope's field for the connection's ``StreamWriter``; missing: parts are sent as ASGI messages alone."""
 
 
 class StreamWriter:
-    """Writes parts of one response, between its head and its last part, which are sent as ASGI messages.
+    """Writes parts of responses, between their heads and their last parts, which are sent as ASGI messages.
 
-    The response must have no ``Content-Length``, so that its body is chunked, and the request must be of HTTP/1.1 and
-    not ``HEAD``.
+    A response must have no ``Content-Length``, so that its body is chunked, its request must be of HTTP/1.1 and not
+    ``HEAD``, and no middleware may change or delay the messages.
 
     Args:
-        cycle: uvicorn's request and response.
+        write: writes to the connection.
     """
 
-    def __init__(self, cycle: Any) -> None:
-        self._cycle, self._flow = cycle, cycle.flow
-        self._write = cycle.transport.write
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self.is_ready = True
+        """False: the connection is full or lost."""
         self.last_s = 0.0
         """When the last part was written, on the event loop's clock."""
 
     def write(self, part: bytes) -> bool:
-        """Write a part; return False if it has to be sent as a message: it is large, or the connection full or lost."""
-        if self._flow.write_paused or self._cycle.disconnected or not 0 < len(part) <= MAX_PART_BYTES:
+        """Write a part; return False if it has to be sent as a message: it is large, or the connection not ready."""
+        if not self.is_ready or not 0 < len(part) <= MAX_PART_BYTES:
             return False
         self._write(b"%x\r\n%b\r\n" % (len(part), part))
         self.last_s = monotonic()
