@@ -245,7 +245,8 @@ def test_hits_that_drafted_nothing_leave_what_drafts_attend_to(make: Callable[..
         assert run(llm, prompt, **salt)[0] == answer
         assert llm.engine.core.stats().hit_tokens == num_hit + position
         compared = sorted(found.keys() & expected)
-        assert len(compared) > 4
+        assert compared[0] < len(prompt) + 3
+        assert len(compared) > 10
         # Sums of floats in another order; a wrong key among a hundred changes more.
         torch.testing.assert_close(
             torch.stack([found[place] for place in compared]),
