@@ -42,7 +42,7 @@ DIVISOR = 16
 """Triton compiles a kernel apart for numbers that this one divides."""
 
 SCRATCH_BYTES = 1 << 29
-"""Memory of weights that are dequantised at a time."""
+"""Memory of weights that are dequantised at a time, unless ``ALIGNED_EXPERTS`` take more."""
 
 ALIGNED_EXPERTS = 16
 """Experts that are dequantised at a time are a multiple of these."""
