@@ -9,6 +9,7 @@ from strandline.cache.resume import ResumeRule
 from strandline.cache.tiers import LoadCosts, loads
 from strandline.cache.tiers.load_costs import PREFILLS_PER_LOSS
 from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.use import Use
 from strandline.ids import TransferId
 from strandline.records.account import Miss, Reason
 from strandline.records.tokens import TokenBuffer
@@ -244,6 +245,33 @@ def test_no_snapshot_saves_tokens_that_another_one_saves() -> None:
     driver.flush()
     saved = {demoted.position: demoted.saved_tokens for demoted in tier(driver).snapshots()}
     assert saved == {128: 128, 384: 256}
+
+
+def test_the_next_snapshot_saves_what_a_failed_load_has_lost() -> None:
+    driver = Driver(lower_blocks=(100,))
+    for num_tokens in (128, 256, 384):
+        driver.serve(PROMPT[:num_tokens])
+    for _, _, snapshot in list(published_snapshots(driver.cache)):
+        driver.cache.internals().memory.drop_snapshot(snapshot)
+    driver.flush()
+    assert driver.load_from_tier(PROMPT[:256]) is not None
+    driver.end_load(tier_transfer(driver), is_done=False)
+    saved = {demoted.position: demoted.saved_tokens for demoted in tier(driver).snapshots()}
+    assert saved == {128: 128, 384: 256}
+
+
+def test_uses_are_remembered_in_a_tier_and_after_a_return() -> None:
+    driver = evicted()
+    driver.serve(PROMPT)
+    [(_, _, snapshot)] = published_snapshots(driver.cache)
+    again = snapshot.use
+    evict_all(driver)
+    [demoted] = tier(driver).snapshots()
+    assert demoted.use == again
+    demoted.use = Use(again.at, again.interarrival_bin + 1)
+    assert driver.bring_back(PROMPT)
+    [(_, _, snapshot)] = published_snapshots(driver.cache)
+    assert snapshot.use == (again.at, again.interarrival_bin + 1)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,31 @@ def test_failed_spills_spare_what_another_spill_brings() -> None:
     assert disk.is_stored(copies[600].snapshot)
 
 
+def test_a_spill_whose_blocks_do_not_arrive_leaves_nothing_behind() -> None:
+    driver = Driver(lower_blocks=(60, 100))
+    host, disk = tiers(driver)
+    host.num_spare_blocks = 0
+    for prompt in (PROMPT, NEXT_TURN):
+        driver.serve(prompt)
+    evict_all(driver)
+    copies = {copy.position: copy for copy in host.snapshots()}
+    for position in (400, 600):
+        driver.loads.spills[0].spill(copies[position])
+    driver.flush()
+    assert driver.end_spill(is_done=False)
+    assert driver.end_spill()
+    assert (positions(disk), disk.num_used) == ([], 0)
+
+
+def test_a_lost_last_block_takes_its_snapshot_along() -> None:
+    driver = spilled()
+    _, disk = tiers(driver)
+    assert driver.load_from_tier(PROMPT) is not None
+    [(transfer, action)] = driver.device.loading.items()
+    driver.fail(transfer, lost=(action.blocks[-1][1],))
+    assert (positions(disk), disk.num_used) == ([], 0)
+
+
 def test_lost_blocks_take_along_what_needs_them() -> None:
     driver = spilled(PROMPT, NEXT_TURN, host=40)
     _, disk = tiers(driver)
