@@ -161,6 +161,7 @@ def check_bits(device: str, dtype: torch.dtype) -> None:
             assert torch.equal(found, whole[start:end])
 
 
+@pytest.mark.usefixtures("rows_alike")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_do_not_depend_on_the_step(dtype: torch.dtype) -> None:
     check_bits("cpu", dtype)

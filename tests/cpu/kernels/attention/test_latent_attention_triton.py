@@ -210,6 +210,7 @@ def test_rows_of_the_null_block_are_not_stored() -> None:
     assert torch.equal(case.latent_BPD.nan_to_num(9.0), before_BPD.nan_to_num(9.0))
 
 
+@pytest.mark.usefixtures("rows_alike")
 def test_deterministic_bits_do_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FIXED_SPLIT_BLOCKS", 1)
     check_invariance(SMALL, torch.float32, "cpu", [*decodes(30, 140), (0, 70), (64, 100)], 2)

@@ -140,6 +140,7 @@ def test_short_prefills_anywhere_equal_the_definition(
     check(make_relative(step, num_distances, num_profiles=17), "cpu")
 
 
+@pytest.mark.usefixtures("rows_alike")
 def test_deterministic_bits_do_not_depend_on_cuts_of_prompts() -> None:
     whole = make_relative(make_case([(0, 150)], heads=(1, 2, 8)), 50, has_sinks=True)
     expected_THD, q_THD, (mix_THC, _, sinks_TH) = whole.run("cpu", Launches.FIXED), whole.step.q_THD, whole.relative

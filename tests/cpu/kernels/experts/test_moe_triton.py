@@ -3,13 +3,11 @@
 The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
 """
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from strandline.kernels.experts.router import Routing, route
-from tests.interpreter import multiply_rows_alike
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -301,8 +299,8 @@ def test_all_choices_may_fall_on_one_expert() -> None:
     check_experts(chosen, TILES)
 
 
-def test_a_token_s_result_changes_no_bit_with_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np, "matmul", multiply_rows_alike)
+@pytest.mark.usefixtures("rows_alike")
+def test_a_token_s_result_changes_no_bit_with_its_neighbours() -> None:
     arguments = inputs(20, 3, 2, 16, 16, torch.float32, "cpu")
     x, gate_up, down, weights, experts, shared, gate = arguments
     order = torch.randperm(20)

@@ -350,6 +350,7 @@ def test_weights_of_more_parts_are_near_float64s(num_rows: int, case: Case) -> N
     check_parts(case, num_rows, 260, [130, 7, 20], torch.float32, "cpu")
 
 
+@pytest.mark.usefixtures("rows_alike")
 @of_every_format
 def test_fixed_launches_multiply_each_row_alone(case: Case) -> None:
     dtype = torch.float32 if case is FP8["fp8"] else torch.bfloat16
@@ -394,6 +395,7 @@ def test_products_of_heads_are_near_float64s(shape: tuple[int, int, int, int]) -
     check_heads(*shape, "cpu")
 
 
+@pytest.mark.usefixtures("rows_alike")
 @pytest.mark.parametrize("plan", [Plan(Kernel.ROWS, rows_launch(4, 32, 1)), Plan(Kernel.SKINNY, SKINNY)], ids=str)
 def test_a_row_s_bits_do_not_depend_on_its_neighbours(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(4, 70), DenseWeight(torch.randn(20, 70))

@@ -231,6 +231,7 @@ def test_sums_are_near_those_of_float64(add: Add, name: str, dtype: torch.dtype)
     check_sums(add, CASES[name], dtype)
 
 
+@pytest.mark.usefixtures("rows_alike")
 def test_rows_of_the_kernels_depend_on_themselves_alone() -> None:
     check_invariance(partial(low_rank_triton.add_low_rank, launches=Launches.FIXED), torch.float32, num_inputs=700)
 
