@@ -69,6 +69,6 @@ def _said(answer: str) -> Said:
 
 
 def _in_one_spelling(arguments: str) -> str:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return json.dumps(json.loads(arguments))
     return arguments

@@ -125,6 +125,13 @@ def test_other_messages_are_not_the_answer(rendered: str) -> None:
     assert end_of_call(CALL.encode(), rendered.encode(), 0) is None
 
 
+def test_deeply_nested_arguments_are_compared_as_text() -> None:
+    deep = CALL.replace('{"city":"Rome","days":1.50}', 10_000 * "[" + 10_000 * "]")
+    rendered = deep.replace("<|constrain|>", "").encode()
+    assert end_of_call(deep.encode(), rendered, 0) == len(rendered)
+    assert end_of_call(deep.encode(), rendered.replace(b"[]", b"[0]"), 0) is None
+
+
 def test_calls_of_one_message_are_rendered_one_by_one() -> None:
     """The template renders the first call of a message, and names a result after the last call."""
     calls = [
