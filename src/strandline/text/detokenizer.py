@@ -6,11 +6,10 @@ never retracted. Where reasoning is parsed, stop strings are searched in the con
 
 from typing import Any, Final, NamedTuple
 
-from tokenizers.decoders import DecodeStream
-
 from strandline.records.reasoning_rules import ReasoningRules
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.reasoning import ThinkParser
+from strandline.text.token_stream import TokenStream
 
 POSSIBLE_CHARACTERS: Final = 64
 """The last characters of a text that are searched for the beginning of a stop string."""
@@ -44,7 +43,7 @@ class Detokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._hidden_ids = hidden_ids or frozenset()
         self._skip_special_tokens = params.skip_special_tokens and hidden_ids is None
-        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        self._stream = TokenStream(self._backend, skip_special_tokens=self._skip_special_tokens)
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._held_back = max((len(stop) for stop in self._stops), default=1) - 1
@@ -106,7 +105,7 @@ class Detokenizer:
         if token in self._hidden_ids:
             return None
         self._token_ids.append(token)
-        piece = self._stream.step(self._backend, token)
+        piece = self._stream.step(token)
         if not piece:
             return None
         self._num_shown_tokens = len(self._token_ids)

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers.decoders import DecodeStream
 
 from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.grammars import UNCONSTRAINED, TokenMatcher
 from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
 from strandline.text.reasoning import ThinkParser
 from strandline.text.segments import SegmentKind
+from strandline.text.token_stream import TokenStream
 
 MAX_SEARCHED_TOKENS: Final = 64 * 1024
 """The most tokens of a prompt that are decoded to find where its open reasoning begins."""
@@ -65,8 +65,7 @@ class ReasoningWatch:
         """Whether a section may be opened later."""
         self._rules = rules
         self._hidden_ids = hidden_ids or frozenset()
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=False)
+        self._stream = TokenStream(tokenizer.backend_tokenizer, skip_special_tokens=False)
         self._opening_id: int | None = tokenizer.get_added_vocab().get(OPEN)
         self._parser = ThinkParser.of(rules)
         self._line = ""
@@ -90,7 +89,7 @@ class ReasoningWatch:
 
     def append(self, token: int) -> None:
         """Append a token."""
-        piece = None if token in self._hidden_ids else self._stream.step(self._backend, token)
+        piece = None if token in self._hidden_ids else self._stream.step(token)
         if not piece:
             return
         content = piece

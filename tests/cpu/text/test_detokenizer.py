@@ -1,8 +1,11 @@
 """Incremental detokenization yields the text of the whole, wherever token boundaries are."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.detokenizer import Detokenizer
@@ -79,3 +82,17 @@ def test_hidden_tokens_replace_the_special_ones() -> None:
             shown += detokenizer.take().text
         detokenizer.finish()
         assert shown + detokenizer.take().text == wanted
+
+
+@given(st.lists(st.integers(0, 5), max_size=12))
+def test_bytes_that_form_no_character_do_not_end_an_output(token_ids: list[int]) -> None:
+    pieces = ["a", "b", "<0x0A>", "<0xC3>", "<0xA9>", "<0xFF>"]
+    backend = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="a"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    detokenizer, text = Detokenizer(SimpleNamespace(backend_tokenizer=backend), SamplingParams()), ""
+    for token in token_ids:
+        detokenizer.append(token, may_stop=True)
+        text += detokenizer.take().text
+    detokenizer.finish()
+    text += detokenizer.take().text
+    assert [letter for letter in text if letter in "ab"] == [pieces[index] for index in token_ids if index < 2]
