@@ -145,6 +145,21 @@ def test_what_has_returned_stays_and_is_not_stored_again() -> None:
     assert driver.bring_back(PROMPT)
 
 
+def test_what_stays_on_the_disk_is_used_with_each_return_and_departure() -> None:
+    driver = spilled()
+    _, disk = tiers(driver)
+    [copy] = disk.snapshots()
+    before = copy.use
+    assert driver.bring_back(PROMPT)
+    assert copy.use == before.next(disk.now)
+    driver.serve(PROMPT)
+    [(_, _, snapshot)] = published_snapshots(driver.cache)
+    use = snapshot.use
+    evict_all(driver)
+    end_spills(driver)
+    assert (list(disk.snapshots()), copy.use) == ([copy], use)
+
+
 def test_what_two_tiers_have_is_in_the_tree_once() -> None:
     driver = spilled(host=60)
     host, disk = tiers(driver)
