@@ -247,6 +247,18 @@ def test_no_snapshot_saves_tokens_that_another_one_saves() -> None:
     assert saved == {128: 128, 384: 256}
 
 
+def test_a_load_frees_blocks_that_were_computed_again() -> None:
+    driver, longer = Driver(lower_blocks=(100,)), [*PROMPT, *pattern(9, 200)]
+    for prompt in (PROMPT, longer):
+        driver.serve(prompt)
+    evict_all(driver)
+    driver.serve(PROMPT[:192])
+    num_used = tier(driver).num_used
+    assert driver.bring_back(PROMPT)
+    assert [demoted.position for demoted in tier(driver).snapshots()] == [600]
+    assert (num_used, tier(driver).num_used) == (9 + 2 * (5 + 1), 3 + 5 + 1)
+
+
 def test_the_next_snapshot_saves_what_a_failed_load_has_lost() -> None:
     driver = Driver(lower_blocks=(100,))
     for num_tokens in (128, 256, 384):
