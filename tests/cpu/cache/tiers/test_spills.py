@@ -145,7 +145,7 @@ def test_what_has_returned_stays_and_is_not_stored_again() -> None:
     assert driver.bring_back(PROMPT)
 
 
-def test_what_stays_on_the_disk_is_used_with_each_return_and_departure() -> None:
+def test_entries_of_the_disk_remember_returns_and_departures() -> None:
     driver = spilled()
     _, disk = tiers(driver)
     [copy] = disk.snapshots()
