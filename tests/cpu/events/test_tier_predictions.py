@@ -13,6 +13,7 @@ from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.cache.evict_all import evict_all as evict_unused
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
+from strandline.cache.size import WindowClass
 from strandline.events.resumable import PromptHashes, ResumableIndex
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import BlocksRemoved, BlocksStored, Cleared, SnapshotRemoved, SnapshotStored
@@ -28,7 +29,7 @@ PROMPT = pattern(7, 400)
 CACHES: list[dict[str, Any]] = [
     {"rule": AT_SNAPSHOTS},
     {"rule": AtTokens()},
-    {"rule": AT_SNAPSHOTS, "window_tokens": 150, "windows_per_slab": 3},
+    {"rule": AT_SNAPSHOTS, "windows": (WindowClass(150, 3),)},
 ]
 
 

@@ -4,7 +4,7 @@ A choice takes two reductions of 32-bit integers, each one instruction of a warp
 for the lowest number that has it.
 
 Shape suffixes: as in ``router.py``; in kernels P places of experts, group by group, each group padded to I places
-(a power of two), R rows of any X, C a token's choices (``top_k``, padded to a power of two).
+(a power of two), R rows of any X, W warps, C a token's choices (``top_k``, padded to a power of two).
 """
 # mypy: ignore-errors
 

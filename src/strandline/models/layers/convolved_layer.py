@@ -2,7 +2,7 @@
 
 Every rank convolves what all ranks together add.
 
-Shape suffixes: as in ``convolution.py``.
+Shape suffixes: T tokens of the step, C channels, W taps of the filter.
 """
 
 from dataclasses import dataclass, replace

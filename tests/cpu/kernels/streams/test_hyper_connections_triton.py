@@ -129,6 +129,7 @@ def test_parts_with_many_tokens_are_connected_as_in_torch(monkeypatch: pytest.Mo
     check_parts(20, 4, 130, torch.bfloat16, "cpu", Launches.MEASURED)
 
 
+@pytest.mark.usefixtures("rows_alike")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_token_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     check_invariance(24, 3, 40, dtype, "cpu")
