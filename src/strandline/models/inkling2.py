@@ -7,8 +7,8 @@ Of multimodal models the text part is built; the vision tower's tensors are reco
 
 Source: ``transformers`` (``inkling2``).
 
-Shape suffixes: T tokens of the step, E hidden size, Q inputs of a part of a layer (one, or queries', keys' and values'),
-X experts, F intermediate size, Z tokens of this rank's embedding.
+Shape suffixes: T tokens of the step, E hidden size, Q inputs of a part of a layer (one, or those of queries, keys and
+values), X experts, F intermediate size, Z tokens of this rank's embedding.
 """
 
 from collections.abc import Sequence
