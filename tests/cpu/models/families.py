@@ -867,6 +867,7 @@ CONFIGS: dict[str, Family] = {
         BAILING,
         shards=(2,),
         is_altered=True,
+        is_quantized=True,
         keeps_e4m3=False,
     ),
     "bailing_hybrid-odd": Family(

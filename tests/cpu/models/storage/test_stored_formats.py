@@ -83,7 +83,11 @@ SIZES = {
 
 FAMILIES = [name for name, family in families.CONFIGS.items() if family.is_quantized]
 
-OWN_SIZES = {"nemotron_h-odd": {"moe_latent_size": 32, "moe_intermediate_size": 160}}
+OWN_SIZES = {
+    "bailing_hybrid": {"num_experts_per_token": 4},
+    "nemotron_h-odd": {"moe_latent_size": 32, "moe_intermediate_size": 160},
+}
+"""Other values of families. Ling 3's tokens take all experts of two groups: of 2, rounding in FP8 flips some."""
 
 IN_ONE_TENSOR = ("granite_hybrid", "inkling", "inkling-towers", "inkling2")
 """Families whose experts are published so, for which GPTQ has no layout."""
