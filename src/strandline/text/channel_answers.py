@@ -30,23 +30,23 @@ def uses_channels(tokenizer: Any) -> bool:
     return all(tag in tokenizer.get_added_vocab() for tag in (CHANNEL, CALL))
 
 
-def end_of_call(answer: bytes, data: bytes, place: int) -> int | None:
+def end_of_call(answer: bytes, data: bytes, start: int) -> int | None:
     """Return where the messages of a rendered text end that say what an answer does, which ends with a call.
 
     Args:
         answer: that follows ``OPENING``.
         data: the rendered text.
-        place: where the messages begin, after ``OPENING``.
+        start: where the messages begin, after ``OPENING``.
 
     Returns:
         None: the text has other messages there.
     """
     call = CALL.encode()
-    end = data.find(call, place) + len(call)
+    end = data.find(call, start) + len(call)
     if not answer.endswith(call) or end < len(call):
         return None
     with contextlib.suppress(UnicodeDecodeError):
-        generated, rendered = answer.decode(), data[place:end].decode()
+        generated, rendered = answer.decode(), data[start:end].decode()
         is_answer = rendered.count(START) == rendered.count(OPENING)
         if is_answer and _said(generated) == _said(rendered):
             return end
