@@ -66,12 +66,17 @@ def test_answers_and_hits_are_those_of_whole_paths(
     family: str, max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_llm = llm_maker(save(family, tmp_path, monkeypatch), monkeypatch, device="cpu")
+    check_answers_and_hits(partial(make_llm, max_num_batched_tokens=max_num_batched_tokens), monkeypatch)
+
+
+def check_answers_and_hits(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that engines with window blocks and with whole paths hit and answer the same, as without a cache."""
     found = []
     for has_windows in (True, False):
         with monkeypatch.context() as patch:
             if not has_windows:
                 patch.setattr(ModelSpec, "has_windows", False)
-            llm = make_llm(memory="16MiB", max_num_batched_tokens=max_num_batched_tokens)
+            llm = make_llm(memory="16MiB")
         spec = llm.engine.core.spec
         assert spec.has_window_blocks == has_windows
         first = tokens(300)

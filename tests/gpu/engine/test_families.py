@@ -23,7 +23,8 @@ DEVICE = "cuda"
 SETTINGS: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
 
 KINDS = families.REPRESENTATIVES
-FURTHER = ["bailing_hybrid", "falcon_h1", "gemma3", "gpt_oss", "granite_hybrid", "lara_mini", "lfm3", "mamba", "zamba2"]
+FURTHER = ["bailing_hybrid", "falcon_h1", "gemma3", "gpt_oss", "granite_hybrid", "inkling2", "lara_mini", "lfm3"]
+FURTHER += ["mamba", "zamba2"]
 """Combine the same layers in other ways."""
 
 CASES = [
