@@ -452,13 +452,14 @@ def profile_decode(llm: LLM, options: argparse.Namespace) -> None:
             llm.engine.step()
         table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
         tables.append(f"decode at {batch_size}, {PROFILED_STEPS} steps\n{table}\n\n{path_table(profiler)}")
-    llm.engine.add_request("long", some_tokens(llm, rng, 8192), params_for(1))
+    num_tokens = min(8192, options.max_model_len - 1)
+    llm.engine.add_request("long", some_tokens(llm, rng, num_tokens), params_for(1))
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         while llm.engine.has_unfinished:
             llm.engine.step()
         torch.cuda.synchronize()
     table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
-    tables.append(f"prefill of 8,192\n{table}")
+    tables.append(f"prefill of {num_tokens:,}\n{table}")
     with open(options.profile, "w") as file:
         file.write("\n\n".join(tables))
 

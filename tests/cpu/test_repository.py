@@ -183,6 +183,36 @@ def attributes_checked_at_run_time(text: str) -> list[str]:
     ]
 
 
+def specialized_conversions(text: str) -> list[str]:
+    """Return conversions of integers that launched kernels are specialized for.
+
+    An argument of 1 is a constant then, which has no ``to``.
+    """
+    return [
+        f"{function.name}: {ast.unparse(node)}"
+        for function in ast.walk(parsed(text))
+        if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "to"
+        and ast.unparse(node.func.value) in {argument.arg for argument in function.args.args}
+        and ast.unparse(node.func.value) not in not_specialized(function)
+    ]
+
+
+def not_specialized(kernel: ast.FunctionDef) -> list[str]:
+    """Return the arguments that ``do_not_specialize`` names."""
+    return [
+        name
+        for decorator in kernel.decorator_list
+        if isinstance(decorator, ast.Call)
+        for keyword in decorator.keywords
+        if keyword.arg == "do_not_specialize"
+        for name in ast.literal_eval(keyword.value)
+    ]
+
+
 PACKAGE = ROOT / "src" / "strandline"
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in text_files(ROOT)}
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -191,6 +221,11 @@ SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(P
 def test_every_kind_of_file_is_read() -> None:
     expected = {"README.md", "Makefile", ".ci/run", "pyproject.toml", "docs/glossary.md", "src/strandline/ids.py"}
     assert expected <= set(TEXTS)
+
+
+def test_integers_that_kernels_convert_are_not_specialized() -> None:
+    found = {name: specialized_conversions(text) for name, text in SOURCES.items() if name.endswith("_triton.py")}
+    assert {name: conversions for name, conversions in found.items() if conversions} == {}
 
 
 def test_files_name_no_registry_and_no_machine() -> None:
@@ -330,3 +365,10 @@ def test_an_attribute_of_a_protocol_is_found() -> None:
     text = "@runtime_checkable\nclass P(Protocol):\n    x: int\n    def f(self): ..."
     assert attributes_checked_at_run_time(text) == ["P.x"]
     assert attributes_checked_at_run_time(text.replace("@runtime_checkable\n", "")) == []
+
+
+def test_a_conversion_of_a_specialized_integer_is_found() -> None:
+    kernel = "@triton.jit\ndef _add_kernel(out_ptr, count, N: tl.constexpr):\n    x = count.to(tl.int64)"
+    assert specialized_conversions(kernel) == ["_add_kernel: count.to(tl.int64)"]
+    assert specialized_conversions(kernel.replace("jit", "jit(do_not_specialize=['count'])")) == []
+    assert specialized_conversions(kernel.replace("_kernel(", "_rows(")) == []

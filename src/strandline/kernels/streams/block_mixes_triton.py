@@ -26,7 +26,7 @@ def _normed(x_E, eps, E: tl.constexpr):
     return x_E * tl.rsqrt(tl.sum(x_E * x_E, axis=0) / E + eps)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def _mix_kernel(
     blocks_ptr,
     sum_ptr,

@@ -17,13 +17,14 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Normalised numbers around 1 to 4; in bfloat16 they are rounded once."""
 
 
-def check(num_blocks: int, num_queries: int, width: int, dtype: torch.dtype, device: str, *, given: str) -> None:
+def check(
+    num_blocks: int, num_queries: int, width: int, dtype: torch.dtype, device: str, *, given: str, num_tokens: int = 5
+) -> None:
     generator = torch.Generator().manual_seed(width)
 
     def random(*shape: int, in_dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(in_dtype)
 
-    num_tokens = 5
     blocks_TBE = random(num_tokens, 4, width)
     blocks_TBE[:, num_blocks:] = torch.nan
     sum_TE, added_TE = random(num_tokens, width, in_dtype=torch.float32), random(num_tokens, 2 * width)[:, :width]

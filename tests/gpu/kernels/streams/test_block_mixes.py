@@ -13,4 +13,5 @@ from tests.cpu.kernels.streams.test_block_mixes_triton import check
 def test_mixes_equal_the_definition(
     width: int, num_blocks: int, num_queries: int, given: str, dtype: torch.dtype
 ) -> None:
-    check(num_blocks, num_queries, width, dtype, "cuda", given=given)
+    for num_tokens in (1, 5):
+        check(num_blocks, num_queries, width, dtype, "cuda", given=given, num_tokens=num_tokens)
