@@ -165,7 +165,7 @@ def decode_launches() -> Iterator[Launch]:
     for tile in parse_launches(Tile, DECODE_TILES):
         yield Launch(str(tuple(tile)), {"attention.attention_triton.DECODE_TILE": tile})
     for programs in (132, 264, 396, 528, 792):
-        yield Launch(f"{programs} programs", {"attention.attention_splits.DECODE_PROGRAMS": programs})
+        yield Launch(f"{programs} programs", {"attention.attention_triton.DECODE_PROGRAMS": programs})
 
 
 def prefill_launches() -> Iterator[Launch]:
