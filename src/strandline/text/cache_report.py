@@ -68,7 +68,10 @@ def answer_data(answer: CacheAnswer, text_of: TextOf) -> Json:
 
 
 def excerpt_text(excerpt: Excerpt | None, text_of: TextOf) -> str | None:
-    """Return the text of an excerpt from the beginning of its first word; None if it must not be shown."""
+    """Return the text of an excerpt from the beginning of its first word; None if it must not be shown.
+
+    A character whose last bytes are not in the excerpt is left out.
+    """
     if excerpt is None:
         return None
     shown = list(excerpt.before)
@@ -80,4 +83,4 @@ def excerpt_text(excerpt: Excerpt | None, text_of: TextOf) -> str | None:
     start = len(before.rstrip("\ufffd"))  # U+FFFD: a character whose last bytes follow
     if start and re.match(r"\w\w", text[start - 1 : start + 1]):
         start -= len(text[:start].split()[-1])
-    return text[start:]
+    return text[start:].rstrip("\ufffd")

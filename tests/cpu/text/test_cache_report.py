@@ -1,8 +1,8 @@
-"""Texts of excerpts begin with a whole word, and are shown only where texts may be."""
+"""Texts of excerpts begin with a whole word, end with a whole character, and are shown only where texts may be."""
 
 import pytest
 
-from strandline.records.excerpts import BEFORE_TOKENS, excerpt
+from strandline.records.excerpts import BEFORE_TOKENS, EXCERPT_TOKENS, excerpt
 from strandline.records.tokens import encode
 from strandline.text.cache_report import excerpt_text
 from tests.cpu.engine.tokenizers import byte_tokenizer
@@ -22,10 +22,11 @@ TOKENIZER = byte_tokenizer()
         ("Rome", 0, "Rome"),
         ("Rome", 4, ""),
         ("so naïve", 6, "naïve"),
+        ("x" + "€" * 40, 0, "x" + "€" * ((EXCERPT_TOKENS - 1) // 3)),
         ("x" * 40, 30, "x" * (BEFORE_TOKENS + 10)),
     ],
 )
-def test_excerpt_begins_with_a_whole_word(text: str, start: int, shown: str) -> None:
+def test_excerpt_begins_with_a_word_and_ends_with_a_character(text: str, start: int, shown: str) -> None:
     assert excerpt_text(excerpt(encode(TOKENIZER.encode(text)), start), TOKENIZER.decode) == shown
 
 
