@@ -59,7 +59,7 @@ from torch import Tensor
 
 from strandline.kernels.collectives.connection import Connection, Norm
 from strandline.kernels.expert_choices import ExpertChoices
-from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
+from strandline.kernels.expert_choices_triton import choices_argument, num_added, sum_of_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
@@ -150,22 +150,13 @@ def _finish(
 @triton.jit
 def _store_choices(
     part_ptr,
-    out_ptr,
-    weights_ptr,
-    experts_ptr,
-    shared_ptr,
-    shared_gate_ptr,
-    stride_shared,
-    stride_gate,
-    first_expert,
-    num_held,
+    choices,
     first_row,
     end_row,
     ROWS: tl.constexpr,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_DIVIDED: tl.constexpr,
 ):
     """Add up the choices of rows, one after the other, and store the sums."""
     channel_E = tl.arange(0, BLOCK_E)
@@ -173,24 +164,7 @@ def _store_choices(
         token_R = (first_row + row).to(tl.int64) + tl.arange(0, 1)
         is_token_R = token_R < end_row
         mask_RE = is_token_R[:, None] & (channel_E < E)[None, :]
-        sum_RE = sum_of_choices(
-            out_ptr,
-            weights_ptr,
-            experts_ptr,
-            shared_ptr,
-            shared_gate_ptr,
-            stride_shared,
-            stride_gate,
-            first_expert,
-            num_held,
-            token_R,
-            channel_E,
-            is_token_R,
-            mask_RE,
-            E,
-            TOP_K,
-            IS_DIVIDED,
-        )
+        sum_RE = sum_of_choices(choices, token_R, channel_E, is_token_R, mask_RE, E, TOP_K)
         tl.store(part_ptr + row * E + channel_E[None, :], sum_RE, mask=mask_RE)
 
 
@@ -205,15 +179,7 @@ def _sum_kernel(
     eps,
     num_elements,
     max_polls,
-    out_ptr,
-    weights_ptr,
-    experts_ptr,
-    shared_ptr,
-    shared_gate_ptr,
-    stride_shared,
-    stride_gate,
-    first_expert,
-    num_held,
+    choices,
     E: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -227,7 +193,6 @@ def _sum_kernel(
     ADDS: tl.constexpr,
     IS_ZERO_CENTERED: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     NUM_OTHERS: tl.constexpr = NUM_RANKS - 1
@@ -257,14 +222,13 @@ def _sum_kernel(
         buffers_ptr = ()
         for rank in tl.static_range(NUM_RANKS):
             buffers_ptr += (_buffer(address_ptr, rank, x_ptr),)
-        choices = (out_ptr, weights_ptr, experts_ptr, shared_ptr, shared_gate_ptr, stride_shared, stride_gate)
         rows = (block * ROWS, num_elements // E)
         if is_sender:
             place = _place(0, RANK, other, group, NUM_RANKS, MAX_GROUPS)
             owner_ptr = _buffer(address_ptr, other, x_ptr)
             part_ptr = owner_ptr + place * PLACE
             if TOP_K > 0:
-                _store_choices(part_ptr, *choices, first_expert, num_held, *rows, ROWS, E, BLOCK_E, TOP_K, IS_DIVIDED)
+                _store_choices(part_ptr, choices, *rows, ROWS, E, BLOCK_E, TOP_K)
             else:
                 part_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
                 tl.store(part_ptr + inner_RE, part_RE, mask=mask_RE)
@@ -276,8 +240,7 @@ def _sum_kernel(
                 residual_RE = tl.load(residual_ptr + first + inner_RE, mask=mask_RE, other=0.0)
             if is_owner:
                 if TOP_K > 0:
-                    held = (first_expert, num_held)
-                    _store_choices(x_ptr + first, *choices, *held, *rows, ROWS, E, BLOCK_E, TOP_K, IS_DIVIDED)
+                    _store_choices(x_ptr + first, choices, *rows, ROWS, E, BLOCK_E, TOP_K)
                     tl.debug_barrier()
                 own_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
                 for writer in tl.static_range(NUM_RANKS):
@@ -410,7 +373,7 @@ def _launch(
         0.0 if norm is None else norm.eps,
         x.numel(),
         max_polls,
-        *(NO_CHOICES if choices is None else arguments_of(choices)),
+        choices_argument(choices),
         E=size,
         ROWS=rows,
         BLOCK_E=next_power_of_2(size),
@@ -423,7 +386,7 @@ def _launch(
         LAST_EPOCH=LAST_EPOCH,
         ADDS=norm is not None,
         IS_ZERO_CENTERED=norm is not None and norm.is_zero_centered,
-        **(NO_OPTIONS if choices is None else options_of(choices)),
+        TOP_K=num_added(choices),
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS if is_limited else None,
         **overlap_options(x),

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand, WeighedSum
-from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
+from strandline.kernels.expert_choices_triton import ChoicesArgument, choices_argument, num_added, sum_of_choices
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise import quantized_rows
@@ -60,8 +60,8 @@ class NormArgument(NamedTuple):
     stride_oh: int
     stride_scale: int
     eps: float
-    choices: tuple[object, ...] = NO_CHOICES
-    """What is added up instead of x (``arguments_of``)."""
+    choices: ChoicesArgument | None = None
+    """What is added up instead of x."""
     factor: float | None = None
     """Multiplies x."""
     second_ptr: Tensor | None = None
@@ -94,7 +94,7 @@ class NormConstants(NamedTuple):
     is_stored: bool
     is_quantized: bool
     top_k: int = 0
-    is_divided: bool = False
+    """Choices of a token; 0: x is a tensor."""
     num_weighed: int = 0
     """Parts with factors that x is the sum of."""
     gate_factor: float = 1.0
@@ -130,7 +130,6 @@ def norm_rows(program, norm, num_rows, NORM: tl.constexpr, OVERLAPS: tl.constexp
     BLOCK_D: tl.constexpr = NORM.block
     ROWS: tl.constexpr = NORM.rows
     TOP_K: tl.constexpr = NORM.top_k
-    IS_DIVIDED: tl.constexpr = NORM.is_divided
     dtype: tl.constexpr = norm.x_ptr.dtype.element_ty
     row_R = (program * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col_D = tl.arange(0, BLOCK_D)
@@ -148,8 +147,7 @@ def norm_rows(program, norm, num_rows, NORM: tl.constexpr, OVERLAPS: tl.constexp
     release_next(OVERLAPS)
     wait_for_previous(OVERLAPS)
     if TOP_K > 0:
-        elements = (row_R, col_D, row_R < num_rows, mask_RD)
-        x_RD = sum_of_choices(*norm.choices, *elements, D, TOP_K, IS_DIVIDED).to(tl.float32)
+        x_RD = sum_of_choices(norm.choices, row_R, col_D, row_R < num_rows, mask_RD, D, TOP_K).to(tl.float32)
     else:
         x_RD = tl.load(norm.x_ptr + x_offset_RD, mask=mask_RD, other=0.0).to(tl.float32)
     if NORM.num_weighed > 0:
@@ -450,7 +448,7 @@ def _prepare(
         *_row_strides(other),
         stride_scale,
         eps,
-        NO_CHOICES if choices is None else arguments_of(choices),
+        choices_argument(choices),
         *_weights_of(weighed),
     )
     constants = NormConstants(
@@ -463,7 +461,7 @@ def _prepare(
         weight_D.dtype == x.dtype,
         out is not None,
         values is not None,
-        *(NO_OPTIONS if choices is None else options_of(choices)).values(),
+        num_added(choices),
         0 if weighed is None else 1 if weighed.second_TD is None else 2,
         gate_factor,
     )

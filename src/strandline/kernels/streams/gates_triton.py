@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand
-from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
+from strandline.kernels.expert_choices_triton import choices_argument, num_added, sum_of_choices
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 from strandline.kernels.streams.gates import FeatureNorms
@@ -53,21 +53,12 @@ def _add_kernel(
     stride_gt,
     stride_output,
     eps,
-    made_ptr,
-    weights_ptr,
-    experts_ptr,
-    shared_ptr,
-    shared_gate_ptr,
-    stride_shared,
-    stride_gate,
-    first_expert,
-    num_held,
+    choices,
     S: tl.constexpr,
     E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Write a token's streams with the output of a part, and these normalised."""
@@ -87,9 +78,7 @@ def _add_kernel(
         if TOP_K > 0:
             token_1 = token + tl.arange(0, 1)
             mask_1E = (token_1 >= 0)[:, None] & (channel_E < E)[None, :]
-            choices = (made_ptr, weights_ptr, experts_ptr, shared_ptr, shared_gate_ptr, stride_shared, stride_gate)
-            where = (first_expert, num_held, token_1, channel_E, token_1 >= 0, mask_1E)
-            output_1E = sum_of_choices(*choices, *where, E, TOP_K, IS_DIVIDED).to(tl.float32)
+            output_1E = sum_of_choices(choices, token_1, channel_E, token_1 >= 0, mask_1E, E, TOP_K).to(tl.float32)
         else:
             output_E_ptr = output_ptr + token * stride_output + channel_E
             output_1E = tl.load(output_E_ptr, mask=channel_E < E, other=0.0).to(tl.float32)[None, :]
@@ -286,9 +275,9 @@ def _add(
             0 if gate_TS is None else gate_TS.stride(0),
             0 if output_TE is None else output_TE.stride(0),
             eps,
-            *(NO_CHOICES if choices is None else arguments_of(choices)),
+            choices_argument(choices),
             **_sizes(stream_TSE),
-            **(NO_OPTIONS if choices is None else options_of(choices)),
+            TOP_K=num_added(choices),
             **overlap_options(stream_TSE),
         )
     return normed_TSE, stream_TSE if next_TSE is None else next_TSE

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.expert_choices import ExpertChoices, Summand
-from strandline.kernels.expert_choices_triton import NO_CHOICES, NO_OPTIONS, arguments_of, options_of, sum_of_choices
+from strandline.kernels.expert_choices_triton import choices_argument, num_added, sum_of_choices
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
@@ -106,15 +106,7 @@ def _add_output_kernel(
     stride_t,
     stride_s,
     stride_output,
-    made_ptr,
-    weights_ptr,
-    experts_ptr,
-    shared_ptr,
-    shared_gate_ptr,
-    stride_shared,
-    stride_gate,
-    first_expert,
-    num_held,
+    choices,
     S: tl.constexpr,
     E: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -123,7 +115,6 @@ def _add_output_kernel(
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
     TOP_K: tl.constexpr,
-    IS_DIVIDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Write the next streams, and what some channels add to the logits of their mixes and to the sum of squares."""
@@ -153,9 +144,7 @@ def _add_output_kernel(
                 x_MC = tl.load(x_MC_ptr, mask=mask_MC, other=0.0).to(tl.float32)
                 sum_MSC += mix_MS[:, :, None] * x_MC[:, None, :]
             if TOP_K > 0:
-                choices = (made_ptr, weights_ptr, experts_ptr, shared_ptr, shared_gate_ptr, stride_shared, stride_gate)
-                where = (first_expert, num_held, token_M, channel_C, is_token_M, mask_MC)
-                output_MC = sum_of_choices(*choices, *where, E, TOP_K, IS_DIVIDED).to(tl.float32)
+                output_MC = sum_of_choices(choices, token_M, channel_C, is_token_M, mask_MC, E, TOP_K).to(tl.float32)
             else:
                 output_MC_ptr = output_ptr + (token_M * stride_output)[:, None] + channel_C[None, :]
                 output_MC = tl.load(output_MC_ptr, mask=mask_MC, other=0.0).to(tl.float32)
@@ -373,13 +362,13 @@ def _add_output(
             stream_TSE.stride(0),
             stream_TSE.stride(1),
             0 if added_TE is None else added_TE.stride(0),
-            *(NO_CHOICES if choices is None else arguments_of(choices)),
+            choices_argument(choices),
             S=num_streams,
             E=num_channels,
             **sizes,
             BLOCK_M=launch.block_m,
             BLOCKS=launch.blocks,
-            **(NO_OPTIONS if choices is None else options_of(choices)),
+            TOP_K=num_added(choices),
             num_warps=launch.warps,
             **overlap_options(stream_TSE),
         )
