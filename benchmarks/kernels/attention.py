@@ -19,10 +19,10 @@ from torch.nn.attention.varlen import varlen_attn
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention import attention_prefix_triton
 from strandline.kernels.attention.attention import paged_attention
-from strandline.kernels.attention.attention_triton import Tile
 from strandline.kernels.attention.latent_attention import latent_attention
 from strandline.kernels.attention.latent_expansion import expanded_latent_attention
 from strandline.kernels.attention.qkv import HeadNorm, prepare_qkv
+from strandline.kernels.attention.tiles_triton import Tile
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.rowwise.rotary import default_frequencies, rotary_table
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.operation import Launches
-from strandline.kernels.sizes import NUM_SMS, next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 
 DECODE_PROGRAMS = 4 * NUM_SMS
 """Programs that a step of few decodes is split into, where the caller has no number of its own."""
@@ -22,6 +22,9 @@ MAX_SPLIT_BLOCKS = 128
 """Blocks that one program of a decode reads at most, so that one long context does not outlast the others."""
 
 MAX_DECODE_SPLITS = 128
+
+FIXED_SPLIT_BLOCKS = 16
+"""Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
 
 MAX_PREFILL_SPLITS = 16
 
@@ -40,6 +43,39 @@ def num_decode_splits(num_programs: int, num_blocks: int, least_programs: int = 
     """
     wanted = max(-(-least_programs // num_programs), -(-num_blocks // MAX_SPLIT_BLOCKS))
     return max(1, min(wanted, num_blocks, MAX_DECODE_SPLITS))
+
+
+class DecodePlan(NamedTuple):
+    """How the contexts of decodes are divided."""
+
+    num_splits: int
+    split_blocks: int
+    """Blocks of a split, whatever the context's length; 0: the splits of a sequence share its context."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether programs leave partial results."""
+        return self.num_splits > 1 or self.split_blocks > 0
+
+
+def plan_decodes(
+    num_programs: int,
+    num_blocks: int,
+    launches: Launches,
+    *,
+    least_programs: int = DECODE_PROGRAMS,
+    min_split_blocks: int = 1,
+) -> DecodePlan:
+    """Return how decodes of at most ``num_blocks`` blocks are divided; fixed launches depend on nothing else.
+
+    Args:
+        num_programs: with one split.
+        least_programs: as of ``num_decode_splits``.
+        min_split_blocks: blocks of a split, at least, where launches are not fixed.
+    """
+    if launches is Launches.FIXED:
+        return DecodePlan(cdiv(num_blocks, FIXED_SPLIT_BLOCKS), FIXED_SPLIT_BLOCKS)
+    return DecodePlan(num_decode_splits(num_programs, cdiv(num_blocks, min_split_blocks), least_programs), 0)
 
 
 @lru_cache(maxsize=1024)

@@ -47,9 +47,10 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
-from strandline.kernels.attention.attention_splits import num_decode_splits, num_row_tiles, parts_of, plan_prefills
+from strandline.kernels.attention.attention_splits import num_row_tiles, parts_of, plan_decodes, plan_prefills
 from strandline.kernels.attention.attention_splits_triton import combine, padded, scratch, store_rows
 from strandline.kernels.attention.relative_attention import RelativeScores
+from strandline.kernels.attention.tiles_triton import FLOAT32_TILE, Tile, locate_tile, no_keys, take_in
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits
@@ -57,16 +58,6 @@ from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.stages_triton import staged
-
-
-class Tile(NamedTuple):
-    """How a kernel is launched; ``keys`` divides a block."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
 
 DECODE_PROGRAMS = 2 * NUM_SMS
 """Programs that a step of few decodes is split into. 512 programs of 17 blocks take 75 µs, and 100 µs split in two: 256
@@ -88,12 +79,6 @@ SMALL_PREFILL_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=2)
 
 SHORT_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=3)
 """For prefills of a few rows: as a decode's, with as many rows as they have, up to this."""
-
-FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
-"""GEMMs in plain float32 do not use the tensor cores: this path is for tests, not for speed."""
-
-FIXED_SPLIT_BLOCKS = 16
-"""Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
 
 MIN_PREFIX_QUERIES = 1025
 """Prefills of fewer tokens attend to a prefix in the same launch as to each other."""
@@ -221,17 +206,7 @@ def _attend(
             if IS_WINDOWED:
                 is_seen_MK = is_seen_MK & (key_K[None, :] > position_M[:, None] - window_tokens)
             score_MK = tl.where(is_seen_MK, score_MK, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(score_MK, axis=1) * scale_log2)
-        base_M = new_max_M
-        if IS_MASKED:
-            # A row that has seen no key yet: its weights are 0, not the NaN of inf - inf.
-            base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MK = tl.exp2(score_MK * scale_log2 - base_M[:, None])
-        decay_M = tl.exp2(max_M - base_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MK, axis=1)
-        acc_MD = acc_MD * decay_M[:, None]
-        acc_MD = tl.dot(weight_MK.to(v_KD.dtype), v_KD, acc_MD, input_precision=PRECISION)
-        max_M = new_max_M
+        acc_MD, max_M, sum_M = take_in(acc_MD, max_M, sum_M, score_MK, v_KD, scale_log2, IS_MASKED, PRECISION)
     return acc_MD, max_M, sum_M
 
 
@@ -332,9 +307,7 @@ def _decode_kernel(
     k_ptr += kv_head * stride_head
     v_ptr += kv_head * stride_head
     table_ptr += sequence * stride_table
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc_MD, max_M, sum_M = no_keys(BLOCK_M, BLOCK_D)
     position = context_len - 1
     position_M = tl.zeros([BLOCK_M], dtype=tl.int32) + position
     # fmt: off
@@ -376,18 +349,6 @@ def _decode_kernel(
         BLOCK_D,
         IS_SPLIT,
     )
-
-
-@triton.jit
-def locate_tile(tile, query_start_ptr, num_prefills, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the prefill that a tile of rows belongs to, ``num_prefills`` if to none, and the tile's place in it."""
-    index_N = tl.arange(0, BLOCK_N)
-    is_prefill_N = index_N < num_prefills
-    start_N = tl.load(query_start_ptr + index_N, mask=is_prefill_N, other=0).to(tl.int32)
-    stop_N = tl.load(query_start_ptr + index_N + 1, mask=is_prefill_N, other=0).to(tl.int32)
-    num_tiles_N = tl.cdiv((stop_N - start_N) * GROUP, BLOCK_M)
-    is_before_N = is_prefill_N & (tl.cumsum(num_tiles_N, axis=0) <= tile)
-    return tl.sum(is_before_N.to(tl.int32), axis=0), tile - tl.sum(tl.where(is_before_N, num_tiles_N, 0), axis=0)
 
 
 @staged
@@ -508,9 +469,7 @@ def _prefill_kernel(
         max_M = tl.load(lse_ptr + prefix_row_M, mask=is_row_M, other=0.0)
         sum_M = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     else:
-        acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+        acc_MD, max_M, sum_M = no_keys(BLOCK_M, BLOCK_D)
     if relative is not None:
         relative = _mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES, BLOCK_C)
     # fmt: off
@@ -688,18 +647,14 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows of the decodes."""
     q_THD, memory, batch, out_THD, _, window_tokens, *_ = call
     _, num_heads, head_dim = q_THD.shape
-    num_kv_heads, is_fixed = call.num_kv_heads, launches is Launches.FIXED
+    num_kv_heads = call.num_kv_heads
     tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
     num_blocks = batch.block_table_NM.shape[1]
     if window_tokens is not None:
         num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
-    if is_fixed:
-        num_splits = -(-num_blocks // FIXED_SPLIT_BLOCKS)
-    else:
-        num_splits = num_decode_splits(num_decodes * num_kv_heads, num_blocks, DECODE_PROGRAMS)
-    is_split = is_fixed or num_splits > 1
-    partial, lse = scratch(out_THD, num_decodes, num_splits, is_needed=is_split)
-    _decode_kernel[(num_decodes, num_kv_heads, num_splits)](
+    plan = plan_decodes(num_decodes * num_kv_heads, num_blocks, launches, least_programs=DECODE_PROGRAMS)
+    partials = scratch(out_THD, num_decodes, plan.num_splits, is_needed=plan.is_split)
+    _decode_kernel[(num_decodes, num_kv_heads, plan.num_splits)](
         q_THD,
         memory.k_BPGD,
         memory.v_BPGD,
@@ -708,8 +663,7 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         call.sinks,
         call.relative and call.relative.arguments,
         out_THD,
-        partial,
-        lse,
+        *partials,
         call.scale_log2,
         memory.v_scale,
         window_tokens or 0,
@@ -717,8 +671,8 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         q_THD.stride(1),
         *memory.k_BPGD.stride()[:3],
         batch.block_table_NM.stride(0),
-        num_splits,
-        FIXED_SPLIT_BLOCKS * (BLOCK_TOKENS // tile.keys) if is_fixed else 0,
+        plan.num_splits,
+        plan.split_blocks * (BLOCK_TOKENS // tile.keys),
         PAGE=BLOCK_TOKENS,
         NUM_HEADS=num_heads,
         GROUP=call.group,
@@ -727,15 +681,15 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
         BLOCK_K=tile.keys,
         BLOCK_D=padded(head_dim),
         **call.profile_sizes,
-        IS_SPLIT=is_split,
+        IS_SPLIT=plan.is_split,
         IS_WINDOWED=window_tokens is not None,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap_options(q_THD),
     )
-    if is_split:
-        combine(partial, lse, out_THD, 0, num_decodes, num_splits)
+    if plan.is_split:
+        combine(*partials, out_THD, 0, num_decodes, plan.num_splits)
 
 
 def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.attention.attention_splits import num_decode_splits
 from strandline.kernels.attention.attention_splits_triton import combine, padded, scratch, store_rows
-from strandline.kernels.attention.attention_triton import Tile
 from strandline.kernels.attention.group_choice_triton import find_rows, first_position, sequences_block
+from strandline.kernels.attention.tiles_triton import FLOAT32_TILE, Tile, no_keys, take_in
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits
@@ -143,9 +143,7 @@ def _attend_chosen_kernel(
         v_ptr += kv_head * stride_head
     group_ptr += row * MAX_GROUPS
     table_ptr += sequence.to(tl.int64) * stride_table
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc_MD, max_M, sum_M = no_keys(BLOCK_M, BLOCK_D)
     index_K = tl.arange(0, BLOCK_K)
     # fmt: off
     next_offset_K = _key_offsets(
@@ -168,12 +166,7 @@ def _attend_chosen_kernel(
         score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
         # A tile has a key at least, so that the maximum is of a number.
         score_MK = tl.where((slot_K < num_slots)[None, :], score_MK, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(score_MK, axis=1) * scale_log2)
-        weight_MK = tl.exp2(score_MK * scale_log2 - new_max_M[:, None])
-        decay_M = tl.exp2(max_M - new_max_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MK, axis=1)
-        acc_MD = tl.dot(weight_MK.to(v_KD.dtype), v_KD, acc=acc_MD * decay_M[:, None], input_precision=PRECISION)
-        max_M = new_max_M
+        acc_MD, max_M, sum_M = take_in(acc_MD, max_M, sum_M, score_MK, v_KD, scale_log2, False, PRECISION)
     store_rows(
         acc_MD,
         max_M,
@@ -241,7 +234,7 @@ def _tile(q_THD: Tensor, group: int) -> Tile:
     """Return a tile of at most as many rows as a key/value head has query heads."""
     channels, item_bytes = padded(q_THD.shape[2]), q_THD.element_size()
     if q_THD.dtype == torch.float32:
-        return Tile(rows=16, keys=32, num_warps=8, num_stages=1)
+        return FLOAT32_TILE
 
     def shared_bytes(tile: Tile) -> int:
         """Queries, keys or values, and weights."""

@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.attention.attention_splits import num_decode_splits, parts_of, plan_prefills
+from strandline.kernels.attention.attention_splits import parts_of, plan_decodes, plan_prefills
 from strandline.kernels.attention.attention_splits_triton import combine, padded, scratch, store_rows
-from strandline.kernels.attention.attention_triton import FIXED_SPLIT_BLOCKS, Tile, locate_tile
 from strandline.kernels.attention.stored_tokens_triton import store_tokens
+from strandline.kernels.attention.tiles_triton import FLOAT32_TILE, Tile, locate_tile, no_keys, take_in
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits
@@ -48,9 +48,6 @@ PREFILL_TILE = Tile(rows=64, keys=32, num_warps=8, num_stages=3)
 
 SMALL_ROWS = 32
 """The rows of a tile where the others do not fit: for values of 512 channels on GPUs with 99 KiB of shared memory."""
-
-FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
-"""This path is for tests, not for speed."""
 
 MIN_SPLIT_BLOCKS = 2
 """Blocks of a decode's split: its result is as large as its keys else."""
@@ -107,16 +104,7 @@ def _attend(
         score_MK = tl.dot(q_MV, tl.trans(v_KV), acc=score_MK, input_precision=PRECISION)
         if IS_MASKED:
             score_MK = tl.where(key_K[None, :] <= position_M[:, None], score_MK, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(score_MK, axis=1) * scale_log2)
-        base_M = new_max_M
-        if IS_MASKED:
-            # A row that has seen no key yet: its weights are 0, not the NaN of inf - inf.
-            base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MK = tl.exp2(score_MK * scale_log2 - base_M[:, None])
-        decay_M = tl.exp2(max_M - base_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MK, axis=1)
-        acc_MV = tl.dot(weight_MK.to(v_KV.dtype), v_KV, acc=acc_MV * decay_M[:, None], input_precision=PRECISION)
-        max_M = new_max_M
+        acc_MV, max_M, sum_M = take_in(acc_MV, max_M, sum_M, score_MK, v_KV, scale_log2, IS_MASKED, PRECISION)
     return acc_MV, max_M, sum_M
 
 
@@ -222,9 +210,7 @@ def _attend_kernel(
     q_MV = tl.load(q_ptr_M1 + channel_V[None, :], mask=is_q_MV, other=0.0)
     q_MR = tl.load(q_ptr_M1 + (VALUE_DIM + channel_R)[None, :], mask=is_q_MR, other=0.0)
     table_ptr += sequence * stride_table
-    acc_MV = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
-    max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc_MV, max_M, sum_M = no_keys(BLOCK_M, BLOCK_V)
     # fmt: off
     if not IS_DECODE:
         acc_MV, max_M, sum_M = _attend(
@@ -291,14 +277,10 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     tile = _tile(q_THD, DECODE_TILE, 1)
     num_tiles = cdiv(q_THD.shape[1], tile.rows)
     num_blocks = batch.block_table_NM.shape[1]
-    if launches is Launches.FIXED:
-        num_splits, split_tiles = cdiv(num_blocks, FIXED_SPLIT_BLOCKS), FIXED_SPLIT_BLOCKS * BLOCK_TOKENS
-    else:
-        num_splits = num_decode_splits(num_decodes * num_tiles, cdiv(num_blocks, MIN_SPLIT_BLOCKS))
-        split_tiles = 0
-    is_split = launches is Launches.FIXED or num_splits > 1
+    plan = plan_decodes(num_decodes * num_tiles, num_blocks, launches, min_split_blocks=MIN_SPLIT_BLOCKS)
+    num_splits, is_split = plan.num_splits, plan.is_split
     partials = scratch(out_THV, num_decodes, num_splits, is_needed=is_split)
-    where = (split_tiles // tile.keys, 0, 0, 0, num_tiles)
+    where = (plan.split_blocks * (BLOCK_TOKENS // tile.keys), 0, 0, 0, num_tiles)
     _launch(call, (num_decodes * num_tiles, num_splits), partials, tile, where, 16, is_decode=True, is_split=is_split)
     if is_split:
         combine(*partials, out_THV, 0, num_decodes, num_splits)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from strandline.kernels.attention.attention_splits import num_row_tiles
 from strandline.kernels.attention.attention_splits_triton import padded
-from strandline.kernels.attention.attention_triton import Tile, locate_tile
 from strandline.kernels.attention.latent_expansion import expand, piece_keys, pieces_of
+from strandline.kernels.attention.tiles_triton import Tile, locate_tile, no_keys, take_in
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits
@@ -88,15 +88,8 @@ def _attend(
         if IS_MASKED:
             is_seen_MJ = (key_J[None, :] <= last_M[:, None]) & (key_J < end_key)[None, :]
             score_MJ = tl.where(is_seen_MJ, score_MJ, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(score_MJ, axis=1) * scale_log2)
-        # A query that has seen no key yet: its weights are 0, not the NaN of inf - inf.
-        base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MJ = tl.exp2(score_MJ * scale_log2 - base_M[:, None])
-        decay_M = tl.exp2(max_M - base_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MJ, axis=1)
         v_JV = tl.load(v_ptr + (key_J * stride_v)[:, None] + channel_V[None, :], mask=is_JV, other=0.0)
-        acc_MV = tl.dot(weight_MJ.to(v_JV.dtype), v_JV, acc=acc_MV * decay_M[:, None], input_precision=PRECISION)
-        max_M = new_max_M
+        acc_MV, max_M, sum_M = take_in(acc_MV, max_M, sum_M, score_MJ, v_JV, scale_log2, IS_MASKED, PRECISION)
     return acc_MV, max_M, sum_M
 
 
@@ -177,9 +170,7 @@ def _attend_kernel(
     out_MV = place_M[:, None] * VALUE_DIM + channel_V[None, :]
     is_out_MV = is_row_M[:, None] & (channel_V < VALUE_DIM)[None, :]
     if IS_FIRST:
-        acc_MV = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
-        max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
+        acc_MV, max_M, sum_M = no_keys(BLOCK_M, BLOCK_V)
     else:
         acc_MV = tl.load(acc_ptr + out_MV, mask=is_out_MV, other=0.0)
         max_M = tl.load(max_ptr + place_M, mask=is_row_M, other=float("-inf"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.attention.attention_splits import num_decode_splits, num_prefill_splits
+from strandline.kernels.attention.attention_splits import DecodePlan, num_decode_splits, num_prefill_splits
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.gpu import GPUS, standing_for
 from strandline.kernels.operation import Launches
@@ -156,7 +156,7 @@ def test_e4m3_memory_gives_what_its_values_give(scales: tuple[float, float], dty
 
 @pytest.mark.parametrize("num_splits", [1, 2, 9])
 def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
-    monkeypatch.setattr(attention_triton, "num_decode_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_triton, "plan_decodes", lambda *_, **__: DecodePlan(num_splits, 0))
     monkeypatch.setattr(attention_splits, "num_prefill_splits", lambda *_: num_splits)
     check(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), "cpu")
 
@@ -166,7 +166,7 @@ def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatc
 def test_sinks_take_their_share_once_however_keys_are_split(
     monkeypatch: pytest.MonkeyPatch, num_splits: int, window_tokens: int | None
 ) -> None:
-    monkeypatch.setattr(attention_triton, "num_decode_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_triton, "plan_decodes", lambda *_, **__: DecodePlan(num_splits, 0))
     monkeypatch.setattr(attention_splits, "num_prefill_splits", lambda *_: num_splits)
     case = make_case([*decodes(200, 3), (60, 75)], 2, heads=(2, 3, 16), window_tokens=window_tokens)
     check(with_sinks(case), "cpu", window_tokens)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
+from strandline.kernels.attention.attention_splits import DecodePlan
 from strandline.kernels.attention.latent_attention import latent_attention_reference
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.gpu import GPUS, standing_for
@@ -23,6 +24,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
+from strandline.kernels.attention import attention_splits
 from strandline.kernels.attention import latent_attention_triton as kernels
 
 SCALE = 0.3
@@ -191,8 +193,8 @@ def test_mixed_steps_in_bfloat16_stay_close_to_the_definition(most_rows: int | N
 
 @pytest.mark.parametrize("num_splits", [1, 2, 9])
 def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
-    monkeypatch.setattr(kernels, "num_decode_splits", lambda *_: num_splits)
-    monkeypatch.setattr("strandline.kernels.attention.attention_splits.num_prefill_splits", lambda *_: num_splits)
+    monkeypatch.setattr(kernels, "plan_decodes", lambda *_, **__: DecodePlan(num_splits, 0))
+    monkeypatch.setattr(attention_splits, "num_prefill_splits", lambda *_: num_splits)
     check(make_case([*decodes(1, 200), (100, 110)], 2))
 
 
@@ -212,7 +214,7 @@ def test_rows_of_the_null_block_are_not_stored() -> None:
 
 @pytest.mark.usefixtures("rows_alike")
 def test_deterministic_bits_do_not_depend_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "FIXED_SPLIT_BLOCKS", 1)
+    monkeypatch.setattr(attention_splits, "FIXED_SPLIT_BLOCKS", 1)
     check_invariance(SMALL, torch.float32, "cpu", [*decodes(30, 140), (0, 70), (64, 100)], 2)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strandline.kernels.attention import latent_expansion
-from strandline.kernels.attention.attention_triton import Tile
+from strandline.kernels.attention.tiles_triton import Tile
 from strandline.kernels.gpu import GPUS, standing_for
 from tests.cpu.kernels.attention.test_latent_attention_triton import Range, decodes
 from tests.cpu.kernels.attention.test_latent_expansion import RANGES, Shape, check, make

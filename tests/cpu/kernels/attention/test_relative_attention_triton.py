@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
+from strandline.kernels.attention.attention_splits import DecodePlan
 from strandline.kernels.attention.relative_attention import RelativeScores
 from strandline.kernels.batch import KVMemory
 from strandline.kernels.gpu import GPUS, standing_for
@@ -107,7 +108,7 @@ def test_distances_add_the_same_to_scores_of_e4m3_keys(scales: tuple[float, floa
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_the_result_does_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
-    monkeypatch.setattr(attention_triton, "num_decode_splits", lambda *_: num_splits)
+    monkeypatch.setattr(attention_triton, "plan_decodes", lambda *_, **__: DecodePlan(num_splits, 0))
     monkeypatch.setattr(attention_splits, "num_prefill_splits", lambda *_: num_splits)
     check(make_relative(make_case([*decodes(200, 3), (60, 75)], 2, heads=(1, 2, 8)), 90, has_sinks=True), "cpu")
 
