@@ -4,6 +4,7 @@ A model declares one spec per layer; every size in the engine is derived from th
 names. Pure Python: dtypes are named by strings so that the cache and the replay tools need no tensor library.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -132,6 +133,11 @@ class LogSpec:
     """Maximum number of tokens before a fold."""
     tensors: tuple[TensorSpec, ...]
     """Each holds ``num_tokens`` tokens."""
+
+    @classmethod
+    def of(cls, num_tokens: int, shapes: Mapping[str, tuple[int, ...]]) -> "LogSpec":
+        """Return the spec of float32 tensors."""
+        return cls(num_tokens, tuple(TensorSpec(name, shape, "float32") for name, shape in shapes.items()))
 
     @property
     def num_bytes(self) -> int:

@@ -27,6 +27,8 @@ from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.operation import numba, operation, triton
 from strandline.kernels.recurrences.chunkwise import FLOAT32_STATE, MIN_EXPONENT
 from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gates, normalise
+from strandline.kernels.recurrences.state_recurrence import DecodeLog
+from strandline.specs import LogSpec
 
 LOG_TOKENS: Final = 8
 """Tokens in a log. A longer log makes writes of the state rarer and reads of the log longer."""
@@ -118,6 +120,16 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
             state_HKV = state_SHKV[slot] * decay_HL.sum(-1).exp().view(-1, 1, 1)
             _add_logged(state_HKV, memory.of_layer(layer), log, _weights(decay_HL), num_tokens)
             state_SHKV[slot] = state_HKV
+
+
+def gdn_log(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> DecodeLog:
+    """Return the log of layers of a size."""
+    shapes = {
+        "key": (num_key_heads, LOG_TOKENS, key_dim),
+        "value": (num_heads, LOG_TOKENS, value_dim),
+        "decay": (num_heads, LOG_TOKENS),
+    }
+    return DecodeLog(LogSpec.of(LOG_TOKENS, shapes), LogMemory, (gdn_decode_logged, gdn_fold))
 
 
 def _add_logged(state_HKV: Tensor, memory: LogMemory, log: int, weight_HL: Tensor, num_tokens: int) -> None:

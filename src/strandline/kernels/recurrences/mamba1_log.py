@@ -25,6 +25,8 @@ from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.operation import operation, triton
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, decay_rates, read, states_after, time_steps
+from strandline.kernels.recurrences.state_recurrence import DecodeLog, LayerTensors
+from strandline.specs import LogSpec
 
 LOG_TOKENS: Final = 4
 """A logged token is an eighth of a state with 16 dimensions a channel: more cost as much to read as they save."""
@@ -95,3 +97,15 @@ def mamba1_fold(
         for slot, log, num_tokens in zip(slot_N.tolist(), log_N.tolist(), len_N.tolist(), strict=True):
             tokens = of_layer.tokens(log, num_tokens)
             state_SVK[slot] = states_after(state_SVK[slot].float(), *tokens, rate_VK)[-1]
+
+
+def mamba1_log(A_log_VK: Tensor) -> DecodeLog:
+    """Return the log of one layer.
+
+    Args:
+        A_log_VK: of the layer, filled before it computes.
+    """
+    num_channels, state_dim = A_log_VK.shape
+    shapes = {"step": (LOG_TOKENS, num_channels), "input": (LOG_TOKENS, num_channels), "B": (LOG_TOKENS, state_dim)}
+    operations = (mamba1_decode_logged, mamba1_fold)
+    return DecodeLog(LogSpec.of(LOG_TOKENS, shapes), LogMemory, operations, LayerTensors((A_log_VK,)))

@@ -14,7 +14,7 @@ O rows of a fused projection; of a window's memory R are the rows.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
-from strandline.kernels.recurrences.gdn import GatedDeltaInputs
-from strandline.kernels.recurrences.gdn_recurrence import GatedDelta, GatedDeltaMemory
+from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill
+from strandline.kernels.recurrences.gdn_log import gdn_decode_logged, gdn_fold, gdn_log
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gated
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
@@ -39,12 +40,14 @@ from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, stacked_rows, whole
 from strandline.specs import LayerSpec, TensorSpec
 
+RECURRENCE: Final = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
+
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetMemory:
     """A layer's share of all slots and logs."""
 
-    recurrent: GatedDeltaMemory
+    recurrent: StateMemory
     window_SRC: Tensor
     replay: ReplayLog
 
@@ -100,7 +103,7 @@ class GatedDeltaNet(nn.Module):
         site: the shard divides the heads: key heads, each with its value heads.
     """
 
-    operations: tuple[Operation[..., Any], ...] = (*with_quantized(rms_norm_gated), *GatedDelta.operations)
+    operations: tuple[Operation[..., Any], ...] = (*with_quantized(rms_norm_gated), *RECURRENCE)
 
     def __init__(self, config: GatedDeltaNetConfig, site: Site) -> None:
         super().__init__()
@@ -109,9 +112,10 @@ class GatedDeltaNet(nn.Module):
         self.key_dim, self.value_dim = config.key_dim, config.value_dim
         self.eps, self.is_sigmoid_gated, self.max_beta = config.eps, config.is_sigmoid_gated, config.max_beta
         if self.is_sigmoid_gated:
-            self.operations = (rms_norm_sigmoid_gated, *GatedDelta.operations)
-        sizes = (self.num_key_heads, self.num_heads, self.key_dim, self.value_dim)
-        self.recurrence = GatedDelta(*sizes, config.state_dtype)
+            self.operations = (rms_norm_sigmoid_gated, *RECURRENCE)
+        log = gdn_log(self.num_key_heads, self.num_heads, self.key_dim, self.value_dim)
+        shape = (self.num_heads, self.key_dim, self.value_dim)
+        self.recurrence = StateRecurrence[GatedDeltaInputs](RECURRENCE[:2], shape, config.state_dtype, log)
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
         self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]

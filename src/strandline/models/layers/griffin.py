@@ -23,7 +23,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
-from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
@@ -54,7 +54,7 @@ class GriffinConfig:
 class GriffinMemory:
     """A layer's share of all slots and logs."""
 
-    state_SV: Tensor
+    recurrent: StateMemory
     window_SRC: Tensor
     conv_log: ReplayLog
     recurrent_log: ReplayLog
@@ -74,9 +74,7 @@ class GriffinLayer(nn.Module):
         self.shard, config = site.shard, config.of(site.shard)
         size, num_blocks = config.num_channels, config.num_blocks
         width = size // num_blocks
-        self.recurrence: UnloggedRecurrence[GatedUnitInputs] = UnloggedRecurrence(
-            (rglru_prefill, rglru_decode), (size,), config.state_dtype
-        )
+        self.recurrence = StateRecurrence[GatedUnitInputs]((rglru_prefill, rglru_decode), (size,), config.state_dtype)
         self.in_proj = Projection(2 * size, config.hidden_size, site, has_bias=True)
         """Rows: the gelu units (y), what is convolved (x)."""
         self.conv = CausalConvolution(size, config.num_taps, None, site, has_bias=True)
@@ -125,7 +123,7 @@ class GriffinLayer(nn.Module):
         return (self._head_linear(x_TV.unflatten(-1, bias_HW.shape), weight_HWW.mT) + bias_HW).flatten(1)
 
     def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: GriffinMemory) -> Tensor:
-        return advance(self.recurrence, self._inputs, tokens, batch, memory.state_SV, memory.recurrent_log)
+        return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.recurrent_log)
 
     def _inputs(self, x_TV: Tensor, i_TV: Tensor, r_TV: Tensor, first_T1: Tensor) -> GatedUnitInputs:
         return GatedUnitInputs(x_TV, i_TV, r_TV, first_T1, self.rate_V)

@@ -22,7 +22,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_prefill
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm_sigmoid_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -69,7 +69,7 @@ class KimiDeltaAttentionConfig:
 class KimiDeltaAttentionMemory:
     """A layer's share of all slots and logs."""
 
-    state_SHKV: Tensor
+    recurrent: StateMemory
     window_SRC: Tensor
     conv_log: ReplayLog
     recurrent_log: ReplayLog
@@ -90,7 +90,7 @@ class KimiDeltaAttention(nn.Module):
         self.config = config = config.of(site.shard)
         hidden_size, num_heads, head_dim = config.hidden_size, config.num_heads, config.head_dim
         size = num_heads * head_dim
-        self.recurrence: UnloggedRecurrence[KimiDeltaInputs] = UnloggedRecurrence(
+        self.recurrence = StateRecurrence[KimiDeltaInputs](
             (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype
         )
         of_gates = head_dim if config.is_low_rank else size
@@ -125,8 +125,8 @@ class KimiDeltaAttention(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         log = replay_log(memory)
         logs = (None, None) if log is None else (log[:1], log[1:])
-        state_SHKV = self.recurrence.bind(memory.states, memory.log)
-        return KimiDeltaAttentionMemory(state_SHKV, memory.states["window"], *logs)
+        recurrent = self.recurrence.bind(memory.states, memory.log)
+        return KimiDeltaAttentionMemory(recurrent, memory.states["window"], *logs)
 
     def replay(self, batch: StepBatch, memory: KimiDeltaAttentionMemory) -> None:
         """Advance the states over logged tokens alone."""
@@ -146,7 +146,7 @@ class KimiDeltaAttention(nn.Module):
         return self.out_proj.multiply(self._norm(out_THK, g_THK, self.norm_K, self.config.eps).flatten(1))
 
     def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: KimiDeltaAttentionMemory) -> Tensor:
-        return advance(self.recurrence, self._inputs, tokens, batch, memory.state_SHKV, memory.recurrent_log)
+        return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.recurrent_log)
 
     def _inputs(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, f_THK: Tensor, b_TH: Tensor) -> KimiDeltaInputs:
         dt_bias_HK = self.dt_bias_O.unflatten(0, (self.config.num_heads, -1))

@@ -21,7 +21,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.lightning import LightningInputs, lightning_decode, lightning_prefill
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -53,7 +53,7 @@ class LightningConfig:
 class LightningMemory:
     """A layer's share of all slots and logs."""
 
-    recurrent: Tensor
+    recurrent: StateMemory
     replay: ReplayLog
 
 
@@ -73,7 +73,7 @@ class LightningAttention(nn.Module):
         self.config = config = replace(config, num_heads=site.shard.part_of(config.num_heads, "attention heads"))
         num_heads, head_dim, hidden_size = config.num_heads, config.head_dim, config.hidden_size
         size = num_heads * head_dim
-        self.recurrence: UnloggedRecurrence[LightningInputs] = UnloggedRecurrence(
+        self.recurrence = StateRecurrence[LightningInputs](
             (lightning_prefill, lightning_decode), (num_heads, head_dim, head_dim), config.state_dtype
         )
         self.sizes = [3 * size, size]

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
-from strandline.kernels.recurrences.mamba1_recurrence import Mamba1, Mamba1Memory
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_decode, mamba1_prefill
+from strandline.kernels.recurrences.mamba1_log import mamba1_decode_logged, mamba1_fold, mamba1_log
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.convolution import CausalConvolution
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -64,7 +65,7 @@ class Mamba1Config:
 class Mamba1LayerMemory:
     """A layer's share of all slots and logs."""
 
-    recurrent: Mamba1Memory
+    recurrent: StateMemory
     window_SRC: Tensor
     conv_log: ReplayLog
     recurrent_log: ReplayLog
@@ -77,7 +78,7 @@ class Mamba1Layer(nn.Module):
         site: the shard divides the channels.
     """
 
-    operations = (rms_norm, *Mamba1.operations)
+    operations = (rms_norm, mamba1_prefill, mamba1_decode, mamba1_decode_logged, mamba1_fold)
 
     def __init__(self, config: Mamba1Config, site: Site) -> None:
         super().__init__()
@@ -95,7 +96,9 @@ class Mamba1Layer(nn.Module):
         self.A_log_VK = site.parameter(size, config.state_dim, dtype=torch.float32)
         self.D_V = site.gain(size, dtype=torch.float32)
         self.out_proj = SummedProjection(hidden_size, size, site, has_bias=has_bias)
-        self.recurrence = Mamba1(self.A_log_VK, config.state_dtype)
+        self.recurrence = StateRecurrence[Mamba1Inputs](
+            (mamba1_prefill, mamba1_decode), (size, config.state_dim), config.state_dtype, mamba1_log(self.A_log_VK)
+        )
         self.norms = nn.ParameterList(
             site.gain(num_rows) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED
         )
@@ -143,7 +146,7 @@ class Mamba1Layer(nn.Module):
         return [self._rms_norm(x, weight, self.config.eps) for x, weight in zip(projected, weights, strict=True)]
 
     def _inputs(self, x_TV: Tensor, z_TV: Tensor, B_TK: Tensor, C_TK: Tensor, dt_TV: Tensor) -> Mamba1Inputs:
-        return Mamba1Inputs(x_TV, z_TV, B_TK, C_TK, dt_TV, self.D_V, self.dt_bias_V, self.recurrence.A_log_VK)
+        return Mamba1Inputs(x_TV, z_TV, B_TK, C_TK, dt_TV, self.D_V, self.dt_bias_V, self.A_log_VK)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""

@@ -27,7 +27,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
 from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log
-from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ScaledConvolution
@@ -130,7 +130,7 @@ def _read_dt_limit(fields: Fields) -> tuple[float, float]:
 class Mamba2Memory:
     """A layer's share of all slots."""
 
-    state_SHKV: Tensor
+    recurrent: StateMemory
     window_SRC: Tensor
     replay: ReplayLog
 
@@ -149,7 +149,7 @@ class Mamba2Layer(nn.Module):
         self.shard, self.group_shard = site.shard, site.shard.shared(config.num_groups, GROUPS)
         self.config = config = config.of(site.shard)
         num_heads, head_dim, state_dim = config.num_heads, config.head_dim, config.state_dim
-        self.recurrence: UnloggedRecurrence[Mamba2Inputs] = UnloggedRecurrence(
+        self.recurrence = StateRecurrence[Mamba2Inputs](
             (mamba2_prefill, mamba2_decode), (num_heads, state_dim, head_dim), config.state_dtype
         )
         inner_rows, state_rows = num_heads * head_dim, config.num_groups * state_dim
@@ -189,8 +189,8 @@ class Mamba2Layer(nn.Module):
 
     def bind(self, memory: LayerMemory) -> Mamba2Memory:
         """Return the layer's memory as ``forward`` takes it."""
-        state_SHKV = self.recurrence.bind(memory.states, memory.log)
-        return Mamba2Memory(state_SHKV, memory.states["window"], replay_log(memory))
+        recurrent = self.recurrence.bind(memory.states, memory.log)
+        return Mamba2Memory(recurrent, memory.states["window"], replay_log(memory))
 
     def replay(self, batch: StepBatch, memory: Mamba2Memory) -> None:
         """Advance the states over logged tokens alone."""
@@ -224,12 +224,12 @@ class Mamba2Layer(nn.Module):
 
     def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
         inputs = self._inputs(self.conv.decode(x_DC, batch, memory.window_SRC), dt_DH)
-        return self.recurrence.decode(inputs, memory.state_SHKV, batch.decode_slots, batch.recurrent.log)
+        return self.recurrence.decode(inputs, memory.recurrent, batch.decode_slots, batch.recurrent.log)
 
     def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
         recurrent = batch.recurrent
         inputs = self._inputs(*self.conv.prefill((x_RC, dt_RH), batch, memory.window_SRC, memory.replay))
-        out_RHV = self.recurrence.prefill(inputs, memory.state_SHKV, batch.prefill_slots, recurrent.chunks)
+        out_RHV = self.recurrence.prefill(inputs, memory.recurrent, batch.prefill_slots, recurrent.chunks)
         return of_step(recurrent.replay, out_RHV)
 
     def _inputs(self, y_TC: Tensor, dt_TH: Tensor) -> Mamba2Inputs:

@@ -1,8 +1,9 @@
 """Mamba against transformers, and with logs against itself without. Shape suffixes as in ``mamba1.py``."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,16 @@ from strandline.ids import NULL_LOG
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.recurrences.logged_kernels import LoggedKernels
-from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_prefill
-from strandline.kernels.recurrences.mamba1_log import LOG_TOKENS
-from strandline.kernels.recurrences.mamba1_recurrence import REFERENCES, Mamba1
+from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_decode, mamba1_prefill
+from strandline.kernels.recurrences.mamba1_log import LOG_TOKENS, mamba1_log
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
+from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.specs import LayerSpec, ModelSpec
 
 NUM_CHANNELS, STATE_DIM = 20, 5
 NUM_SLABS, NUM_LOGS = 12, 5
+
+Functions = tuple[Callable[..., Any], ...] | None
 
 
 def random_inputs(num_tokens: int, A_log_VK: Tensor) -> Mamba1Inputs:
@@ -69,18 +71,25 @@ def test_extreme_time_steps_give_numbers(dt: float) -> None:
 
 def test_a_recurrence_equals_itself_alone() -> None:
     A_log_VK = random_rates()
-    one, two = Mamba1(A_log_VK, "float32"), Mamba1(A_log_VK.clone(), "float32")
+    one, two = recurrence_of(A_log_VK), recurrence_of(A_log_VK.clone())
     assert one == one
     assert one != two
     assert one.states == two.states
     assert one.log == two.log
 
 
+def recurrence_of(A_log_VK: Tensor, functions: Functions = None) -> StateRecurrence[Mamba1Inputs]:
+    return StateRecurrence(
+        (mamba1_prefill, mamba1_decode), tuple(A_log_VK.shape), "float32", mamba1_log(A_log_VK), functions
+    )
+
+
 class Sequences:
     """Sequences that decode side by side, each with a log of its own, and the same again without logs."""
 
-    def __init__(self, count: int, kernels: LoggedKernels) -> None:
-        self.recurrence = Mamba1(random_rates(), "float32", kernels)
+    def __init__(self, count: int, kernels: Functions) -> None:
+        self.A_log_VK = random_rates()
+        self.recurrence = recurrence_of(self.A_log_VK, kernels)
         spec = ModelSpec((LayerSpec(states=self.recurrence.states, log=self.recurrence.log),), 4, "float32")
         self.arena = ArenaTensors(spec, NUM_SLABS, num_logs=NUM_LOGS)
         self.memory = self.recurrence.bind(self.arena.layers[0].states, self.arena.layers[0].log)
@@ -96,7 +105,7 @@ class Sequences:
 
     def step(self, members: Sequence[int], folding: Sequence[int]) -> None:
         """Advance some sequences by a token; both ways of computing give the same bits."""
-        inputs = random_inputs(len(members), self.recurrence.A_log_VK)
+        inputs = random_inputs(len(members), self.A_log_VK)
         slots = torch.tensor([1 + member for member in members])
         lens = [self.lens[member] for member in members]
         num_folded = [n + 1 if member in folding else 0 for member, n in zip(members, lens, strict=True)]
@@ -117,16 +126,17 @@ class Sequences:
 
 
 @pytest.fixture(params=["torch", "triton"])
-def kernels(request: pytest.FixtureRequest) -> LoggedKernels:
+def kernels(request: pytest.FixtureRequest) -> Functions:
     if request.param == "torch":
-        return REFERENCES
+        return None
     pytest.importorskip("triton")
-    versions = ((operation.name, operation.backends[0].module) for operation in Mamba1.operations)
-    return LoggedKernels(*(getattr(import_module(f"strandline.kernels.{module}"), name) for name, module in versions))
+    operations = recurrence_of(random_rates()).all_operations
+    versions = ((operation.name, operation.backends[0].module) for operation in operations)
+    return tuple(getattr(import_module(f"strandline.kernels.{module}"), name) for name, module in versions)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_logs_change_no_bit(seed: int, kernels: LoggedKernels) -> None:
+def test_logs_change_no_bit(seed: int, kernels: Functions) -> None:
     rng, sequences = random.Random(seed), Sequences(4, kernels)
     for _ in range(30):
         members = rng.sample(range(4), rng.randint(1, 4))
@@ -137,23 +147,23 @@ def test_logs_change_no_bit(seed: int, kernels: LoggedKernels) -> None:
     sequences.fold_all()
 
 
-def test_an_ended_sequence_changes_neither_state_nor_log(kernels: LoggedKernels) -> None:
+def test_an_ended_sequence_changes_neither_state_nor_log(kernels: Functions) -> None:
     sequences = Sequences(2, kernels)
     sequences.step([0, 1], [])
     before = [tensor.clone() for tensor in (sequences.state_SVK, sequences.arena.stacks[0].log["step"])]
     logs = LogBatch(torch.tensor([1, 2]), torch.tensor([1, 1]), slice(1, 3), (1, 1), torch.tensor([0, 2]), (0, 2))
-    inputs = random_inputs(2, sequences.recurrence.A_log_VK)
+    inputs = random_inputs(2, sequences.A_log_VK)
     slots = Slots(torch.tensor([1, 2]), torch.tensor([0, 0]))
     sequences.recurrence.decode(inputs, sequences.memory, slots, logs)
     after = [sequences.state_SVK, sequences.arena.stacks[0].log["step"]]
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_state_that_moves_leaves_its_source_as_it_was(kernels: LoggedKernels) -> None:
+def test_a_state_that_moves_leaves_its_source_as_it_was(kernels: Functions) -> None:
     sequences = Sequences(1, kernels)
     before_VK = sequences.state_SVK[1].clone()
     logs = LogBatch(torch.tensor([NULL_LOG]), torch.tensor([0]), slice(0, 1), (0,), torch.tensor([1]), (1,))
-    inputs, slots = random_inputs(1, sequences.recurrence.A_log_VK), Slots(torch.tensor([1]), torch.tensor([7]))
+    inputs, slots = random_inputs(1, sequences.A_log_VK), Slots(torch.tensor([1]), torch.tensor([7]))
     out_NV = sequences.recurrence.decode(inputs, sequences.memory, slots, logs)
     plain = sequences.recurrence.bind({"state": sequences.plain_SVK}, None)
     assert torch.equal(out_NV, sequences.recurrence.decode(inputs, plain, slots, None))

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.recurrences.gdn_recurrence import GatedDelta
+from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
+from strandline.kernels.recurrences.gdn_log import gdn_log
 from strandline.kernels.recurrences.lightning import lightning_decode, lightning_prefill
 from strandline.kernels.recurrences.mamba2 import mamba2_decode, mamba2_prefill
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
-from strandline.kernels.recurrences.unlogged_recurrence import UnloggedRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.specs import LayerSpec, LogSpec, ModelSpec, TensorSpec, kv_spec
 
 STATE = TensorSpec("total", (3,), "float32", is_recurrent=True)
@@ -65,20 +66,15 @@ def test_each_layer_is_folded_by_its_own_recurrence() -> None:
     assert not any(bool(arena.layers[index].states["total"][:3].any()) for index in (0, 2, 3, 5))
 
 
-def test_gated_delta_recurrences_of_one_size_are_equal() -> None:
-    one = GatedDelta(2, 4, 8, 8, "float32")
-    assert one == GatedDelta(2, 4, 8, 8, "float32")
-    assert one != GatedDelta(2, 4, 8, 8, "bfloat16")
-    recurrence: Recurrence[Any, Any] = one
-    assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 8, 8), True)]
-
-
-def test_unlogged_recurrences_are_equal_where_operations_and_sizes_are() -> None:
+def test_recurrences_are_equal_where_operations_sizes_and_logs_are() -> None:
+    logged = ((gdn_prefill, gdn_decode), (4, 8, 8), "float32")
+    assert StateRecurrence[Any](*logged, gdn_log(2, 4, 8, 8)) == StateRecurrence(*logged, gdn_log(2, 4, 8, 8))
+    assert StateRecurrence[Any](*logged, gdn_log(2, 4, 8, 8)) != StateRecurrence(*logged, gdn_log(4, 4, 8, 8))
     operations = (mamba2_prefill, mamba2_decode)
-    one = UnloggedRecurrence[Any](operations, (4, 16, 8), "float32")
-    assert one == UnloggedRecurrence(operations, (4, 16, 8), "float32")
-    assert one != UnloggedRecurrence(operations, (4, 16, 4), "float32")
-    assert one != UnloggedRecurrence((lightning_prefill, lightning_decode), (4, 16, 8), "float32")
+    one = StateRecurrence[Any](operations, (4, 16, 8), "float32")
+    assert one == StateRecurrence(operations, (4, 16, 8), "float32")
+    assert one != StateRecurrence(operations, (4, 16, 4), "float32")
+    assert one != StateRecurrence((lightning_prefill, lightning_decode), (4, 16, 8), "float32")
     recurrence: Recurrence[Any, Any] = one
     assert [(state.shape, state.is_recurrent) for state in recurrence.states] == [((4, 16, 8), True)]
     assert recurrence.log is None
