@@ -27,11 +27,11 @@ from torch import Tensor
 
 from strandline.kernels.experts.few_launches import FEW, choose_dense
 from strandline.kernels.experts.many_launches import DENSE as DENSE_LAUNCHES
-from strandline.kernels.experts.many_launches import FOUR_BIT, FP8, Measured, choose_launches
+from strandline.kernels.experts.many_launches import FP8, MEASURED, Measured, choose_launches
 from strandline.kernels.experts.router import Routing, route
 from strandline.kernels.gemm.launches import rows_launch
 from strandline.kernels.gemm.linear import linear, linear_and_logits
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
 from strandline.kernels.launch import Launch as TileLaunch
 
 MODULE = "experts.moe_triton"
@@ -209,7 +209,8 @@ def tilings_of(weight_format: str) -> tuple[type, Any, Measured]:
         return DenseWeight, (DENSE_SMALL, DENSE_LARGE), DENSE_LAUNCHES
     if weight_format == "fp8":
         return ScaledWeight, (FP8_SMALL, FP8_LARGE), FP8
-    return FourBitWeight if weight_format == "int4" else Fp4Weight, ((INT4_TILES, INT4_TILES),) * 2, FOUR_BIT
+    weight_class = {"int4": FourBitWeight, "mxfp8": Mxfp8Weight}.get(weight_format, Fp4Weight)
+    return weight_class, ((INT4_TILES, INT4_TILES),) * 2, MEASURED[weight_class]
 
 
 def sizes_of(*sizes: int | None) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 All that cases of matrix products and of experts know about formats is here.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,20 @@ from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, mixture
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, Weight
+from strandline.kernels.gemm.weights import (
+    BLOCK_INPUTS,
+    DenseWeight,
+    FourBitWeight,
+    Fp4Weight,
+    Mxfp8Weight,
+    ScaledWeight,
+    Weight,
+)
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.quantized_rows import GROUP, Rows
 from strandline.kernels.rowwise.quantizing import rms_norm_zero_centered_quantized
 
-FORMATS = ("dense", "fp8", "int4", "nvfp4", "mxfp4")
+FORMATS = ("dense", "fp8", "int4", "nvfp4", "mxfp4", "mxfp8")
 GROUPS = (128, 32)
 """Inputs that share a scale in 4 bits."""
 
@@ -37,12 +46,14 @@ def random_weight(weight_format: str, *shape: int, group: int = 128) -> Any:
     if weight_format == "dense":
         return DenseWeight(random(*shape, scale=num_inputs**-0.5))
     if weight_format == "fp8":
-        values = torch.empty(shape, dtype=torch.float8_e4m3fn)
-        for rows in values.view(-1, num_inputs).split(2**14):
-            rows.copy_(random(*rows.shape, scale=100).clamp_(-448, 448))
+        values = random_e4m3(*shape)
         scales = torch.rand(*shape[:-2], -(-shape[-2] // GROUP), -(-num_inputs // GROUP)).add_(0.5)
         return ScaledWeight(values, scales.mul_(num_inputs**-0.5 / 100))
     num_padded = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS
+    if weight_format == "mxfp8":
+        shift = round(math.log2(num_inputs**-0.5 / 75))
+        exponents = torch.randint(126 + shift, 128 + shift, (*shape[:-1], num_padded // 32), dtype=torch.uint8)
+        return Mxfp8Weight(random_e4m3(*shape[:-1], num_padded).view(torch.int32), exponents, num_inputs)
     words = torch.randint(-(2**31), 2**31, (*shape[:-1], num_padded // 8), dtype=torch.int32)
     if weight_format == "nvfp4":
         e4m3_scales = torch.randint(0x50, 0x58, (*shape[:-1], num_padded // 16), dtype=torch.uint8)
@@ -55,6 +66,14 @@ def random_weight(weight_format: str, *shape: int, group: int = 128) -> Any:
     return FourBitWeight(words, group_scales.bfloat16(), None, num_inputs, group)
 
 
+def random_e4m3(*shape: int) -> Tensor:
+    """Return random numbers of a standard deviation of 100."""
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn)
+    for rows in values.view(-1, shape[-1]).split(2**14):
+        rows.copy_(random(*rows.shape, scale=100).clamp_(-448, 448))
+    return values
+
+
 def num_bytes(weight: Any) -> int:
     """Return the bytes of a weight and its scales."""
     match weight:
@@ -62,7 +81,7 @@ def num_bytes(weight: Any) -> int:
             return values.nbytes
         case ScaledWeight():
             return weight.values.nbytes + weight.scales.nbytes
-        case FourBitWeight() | Fp4Weight():
+        case FourBitWeight() | Fp4Weight() | Mxfp8Weight():
             return weight.words.nbytes + weight.scales.nbytes
     raise TypeError(type(weight))
 

@@ -36,7 +36,7 @@ from strandline.specs import SNAPSHOT_DTYPES
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
-QUANTIZED_FORMATS = ("fp8", "nvfp4", "int4")
+QUANTIZED_FORMATS = ("fp8", "mxfp8", "nvfp4", "int4")
 """Formats that ``strandline quantize`` writes: those of ``models/storage/quantizers.py``."""
 
 GENERATE_MAX_TOKENS = 16

@@ -15,7 +15,7 @@ from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
-from tests.cpu.models import families, four_bit, fp4, fp8
+from tests.cpu.models import families, four_bit, fp8, microscaled
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import prompt
 from tests.cpu.models.few_rows import CountingManyRows, FirstOfTwo
@@ -70,14 +70,14 @@ def save_in(form: str, name: str, directory: Path) -> Path:
     """Write a family in a format, with its experts one by one; in FP4 also the head."""
     source = families.save(name, directory, **({"intermediate_size": 32} if form == "gpt_oss" else {}))
     if form == "gpt_oss":
-        return fp4.convert(source, directory, form, lambda name, tensor: name.endswith("_proj"))[0]
+        return microscaled.convert(source, directory, form, lambda name, tensor: name.endswith("_proj"))[0]
     if form == "dense":
         return source
     source = fp8.change_tensors(source, unfuse_experts)
     if form == "FP8":
         return fp8.convert(source, directory, block_config(128, 128), block=lambda _: (128, 128))[0]
-    if form in fp4.WAYS:
-        return fp4.convert(source, directory, form, fp4.is_projection_or_head)[0]
+    if form in microscaled.WAYS:
+        return microscaled.convert(source, directory, form, microscaled.is_projection_or_head)[0]
     return four_bit.convert(source, directory, KEPT[form])[0]
 
 

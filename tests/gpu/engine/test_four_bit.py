@@ -22,7 +22,7 @@ from tests.cpu.engine.test_bits import (
 )
 from tests.cpu.engine.test_exactness import answers, tokens
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import four_bit, fp4, fp8
+from tests.cpu.models import four_bit, fp8, microscaled
 from tests.cpu.models.storage.test_conversion import SIZES
 from tests.cpu.models.storage.test_four_bit_storage import KEPT
 from tests.cpu.models.test_weights import unfuse_experts
@@ -61,8 +61,8 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     sizes, scheme = MODELS[request.param]
     directory = tmp_path_factory.mktemp("four_bit")
     source = fp8.change_tensors(save_tiny_model(directory / "source", **sizes), unfuse_experts)
-    if scheme in fp4.WAYS:
-        return fp4.convert(source, directory, scheme, fp4.is_projection_or_head)[0]
+    if scheme in microscaled.WAYS:
+        return microscaled.convert(source, directory, scheme, microscaled.is_projection_or_head)[0]
     return four_bit.convert(source, directory, KEPT[scheme])[0]
 
 

@@ -8,7 +8,14 @@ from typing import Final, NamedTuple
 
 import torch
 
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.kernels.gemm.weights import (
+    BLOCK_INPUTS,
+    DenseWeight,
+    FourBitWeight,
+    Fp4Weight,
+    Mxfp8Weight,
+    ScaledWeight,
+)
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import GROUP
@@ -82,7 +89,13 @@ FP4: Final = Measured(
     min_dequantized=160,
 )
 
-MEASURED: Mapping[type, Measured] = {DenseWeight: DENSE, ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}
+MEASURED: Mapping[type, Measured] = {
+    DenseWeight: DENSE,
+    ScaledWeight: FP8,
+    FourBitWeight: FOUR_BIT,
+    Fp4Weight: FP4,
+    Mxfp8Weight: FP4,
+}
 """By the class of the experts' weights."""
 
 

@@ -16,6 +16,7 @@ from strandline.kernels.gemm.weights import (
     DenseWeight,
     FourBitWeight,
     Fp4Weight,
+    Mxfp8Weight,
     QuantizedWeight,
     ScaledWeight,
 )
@@ -151,7 +152,19 @@ FP4: Final = FOUR_BIT._replace(
     ),
 )
 
-MEASURED: Final[Mapping[type, Measured]] = {ScaledWeight: FP8, FourBitWeight: FOUR_BIT, Fp4Weight: FP4}
+MXFP8: Final = FP4._replace(
+    rows_one=rows_launch(4, 2048, 4),
+    rows_several=rows_launch(4, 1024, 2),
+    rows_one_wide=rows_launch(4, 1024, 2),
+    rows_several_wide=rows_launch(4, 512, 1),
+)
+
+MEASURED: Final[Mapping[type, Measured]] = {
+    ScaledWeight: FP8,
+    FourBitWeight: FOUR_BIT,
+    Fp4Weight: FP4,
+    Mxfp8Weight: MXFP8,
+}
 """By the class of the weight; of a dense one, ``choose_dense``."""
 
 # Each output is one chain of additions over the inputs in order, 16 at a time, in the tensor core's float32 accumulator
@@ -173,6 +186,7 @@ FIXED: Final[Mapping[type, Tiles]] = {
     ScaledWeight: Tiles(FP8_FIXED, FP8_FIXED),
     FourBitWeight: FOUR_BIT_FIXED,
     Fp4Weight: FOUR_BIT_FIXED,
+    Mxfp8Weight: FOUR_BIT_FIXED,
 }
 """Launches that add in one order for any number of rows, by the class of the weight."""
 

@@ -19,6 +19,7 @@ from strandline.kernels.gemm.weights import (
     FourBitWeight,
     Fp4Weight,
     HalfWeight,
+    Mxfp8Weight,
     PackedWeight,
     ScaledWeight,
     StackedWeight,
@@ -76,7 +77,7 @@ def _product(x: Rows, weight: Weight, bias_O: Tensor | None) -> Tensor:
             return _half_linear(packed, bias_O, plain_rows(x))
         case ScaledWeight():
             return fp8_linear(x, weight, bias_O)
-        case FourBitWeight() | Fp4Weight():
+        case FourBitWeight() | Fp4Weight() | Mxfp8Weight():
             return _coded_linear(weight, bias_O, plain_rows(x))
         case StackedWeight(parts):
             out = torch.cat([_product(x, part, None) for part in parts], dim=-1)

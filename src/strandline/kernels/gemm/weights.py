@@ -8,16 +8,16 @@ A float32 weight that comes from bfloat16 can also be kept in float16 and multip
 FBGEMM, in a third of MKL's time for a few rows. Float16 holds every bfloat16 number from 2**-17 up to 65,504, and
 smaller ones within 2**-25, less than the rounding of a sum of products with ordinary weights.
 
-A weight published in FP8 (e4m3) stays as it is on GPUs, with its scales. One published in 4 bits or FP4 stays so, in
-a layout that tensor cores take. Where only some of the matrices of a fused weight are published so, it consists of
-parts.
+A weight published in FP8 (e4m3) stays as it is on GPUs, with its scales. One published in 4 bits, FP4 or MXFP8 stays
+so, in a layout that tensor cores take. Where only some of the matrices of a fused weight are published so, it consists
+of parts.
 
-Shape suffixes: I inputs, O outputs; Y and X rows and columns of scales; W int32 numbers of a row in 4 bits.
+Shape suffixes: I inputs, O outputs; Y and X rows and columns of scales; W int32 numbers of a row of codes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,10 @@ from torch import Tensor
 from strandline.kernels.rowwise.quantized_rows import GROUP
 
 BLOCK_INPUTS: Final = 128
-"""Inputs whose codes in 4 bits lie in the same 64 bytes."""
+"""Inputs whose codes lie together: in 64 bytes in 4 bits, in 128 in MXFP8. Rows are padded to a multiple."""
 
 BLOCK_WORDS: Final = 16
-"""Int32 numbers of these 64 bytes."""
+"""Int32 numbers of a block in 4 bits."""
 
 CODES_PER_WORD: Final = 8
 
@@ -187,6 +187,20 @@ def _bit_positions(device: torch.device) -> Tensor:
     return torch.stack((even, (even + 16) % 32), dim=2).flatten(1)
 
 
+def pack_bytes(codes: Tensor) -> Tensor:
+    """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of an ``Mxfp8Weight``, padded with zeros."""
+    # Inputs of 16 by j, w, and whether they are odd.
+    of_words = _padded(codes).unflatten(-1, (-1, 2, 4, 2)).movedim(-3, -1).flatten(-2)
+    words: Tensor = of_words.contiguous().view(torch.int32).flatten(-3)
+    return words
+
+
+def unpack_bytes(words: Tensor) -> Tensor:
+    """Return the uint8 codes of an ``Mxfp8Weight``, with those that pad the last block."""
+    codes: Tensor = words.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).movedim(-1, -3).flatten(-4)
+    return codes
+
+
 def _padded(codes: Tensor) -> Tensor:
     return F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
 
@@ -195,7 +209,10 @@ E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers in FP4 by the lower three bits of a code; the fourth is the sign."""
 
 E8M0_BIAS: Final = 127
-"""A byte ``s`` is the scale ``2 ** (s - 127)`` in MXFP4."""
+"""A byte ``s`` is the scale ``2 ** (s - 127)`` in MXFP4 and MXFP8."""
+
+E8M0_GROUP: Final = 32
+"""Inputs that share such a scale."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,8 +254,39 @@ class Fp4Weight:
         return numbers[..., : self.num_inputs]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp8Weight:
+    """A matrix in MXFP8 (e4m3, scales of 32 inputs), or several of one shape: ``number * scale``.
+
+    A row consists of blocks of 128 inputs, the last one padded. Word ``w`` of four holds inputs ``8 j + 2 w`` of 16, as
+    byte ``j``, and the next ones, as byte ``j + 2``, for ``j`` 0 and 1.
+    """
+
+    words: Tensor
+    """int32 ``[..., O, W]``, contiguous."""
+    scales: Tensor
+    """uint8 exponents ``[..., O, X]`` (``E8M0_BIAS``), contiguous, for all groups of all blocks."""
+    num_inputs: int
+    group: ClassVar[int] = E8M0_GROUP
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the matrices, ``[..., O, I]``."""
+        return (*self.words.shape[:-1], self.num_inputs)
+
+    def __getitem__(self, index: int | slice) -> "Mxfp8Weight":
+        """Return one of several matrices, or rows of one."""
+        return Mxfp8Weight(self.words[index], self.scales[index], self.num_inputs)
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers that it stands for, in float32."""
+        numbers = unpack_bytes(self.words).view(torch.float8_e4m3fn).float()
+        scales = scale_numbers(self.scales).repeat_interleave(E8M0_GROUP, -1)
+        return (numbers * scales)[..., : self.num_inputs]
+
+
 def scale_numbers(scales: Tensor) -> Tensor:
-    """Return the scales of weights in FP4 in float32."""
+    """Return the scales of weights in FP4 and MXFP8 in float32."""
     if scales.dtype != torch.uint8:
         return scales.float()
     return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - E8M0_BIAS)
@@ -256,8 +304,8 @@ class StackedWeight:
         return any(isinstance(part, ScaledWeight) for part in self.parts)
 
 
-CodedWeight = FourBitWeight | Fp4Weight
-"""Weights whose ``words`` hold codes of 4 bits."""
+CodedWeight = FourBitWeight | Fp4Weight | Mxfp8Weight
+"""Weights whose ``words`` hold codes, in blocks of ``BLOCK_INPUTS``. Their activations are not quantised."""
 
 QuantizedWeight = ScaledWeight | CodedWeight
 """Weights that stay quantised as published."""

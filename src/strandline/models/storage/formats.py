@@ -9,11 +9,25 @@ from strandline.errors import WeightsError
 from strandline.model_config import ModelConfig
 from strandline.models.layers.targets import Target
 from strandline.models.storage.four_bit_storage import FourBitFormat
-from strandline.models.storage.fp4_storage import Fp4Format
 from strandline.models.storage.fp8_storage import Fp8Format
+from strandline.models.storage.microscaled_storage import MicroscaledFormat
 from strandline.models.storage.published import Holders, PublishedWeight
-from strandline.models.storage.quantization_config import FourBitScheme, Fp4Scheme, Fp8Scheme, Scheme, read_schemes
+from strandline.models.storage.quantization_config import (
+    FourBitScheme,
+    Fp8Scheme,
+    MicroscaledScheme,
+    Scheme,
+    read_schemes,
+)
 from strandline.models.storage.stored_rows import StoredFormat
+
+
+class FoundWeight(PublishedWeight, Protocol):
+    """A quantised weight in files."""
+
+    @property
+    def has_own_scales(self) -> bool:
+        """Whether its scales are those of its format, not of another one whose numbers have the same dtype."""
 
 
 class WeightFormat(Protocol):
@@ -39,7 +53,7 @@ class WeightFormat(Protocol):
     def has_e4m3(self) -> bool:
         """Whether numbers or scales are in e4m3, which not every GPU converts."""
 
-    def find(self, holders: Holders) -> Mapping[str, PublishedWeight]:
+    def find(self, holders: Holders) -> Mapping[str, FoundWeight]:
         """Return the weights of this format in files, by their names in a model that is not quantised."""
 
     def can_store(self, weight: Any, target: Target) -> bool:
@@ -67,8 +81,8 @@ def _format(scheme: Scheme) -> WeightFormat:
             return Fp8Format(scheme)
         case FourBitScheme():
             return FourBitFormat(scheme)
-        case Fp4Scheme():
-            return Fp4Format(scheme)
+        case MicroscaledScheme():
+            return MicroscaledFormat(scheme)
 
 
 def find_weights(formats: tuple[WeightFormat, ...], holders: Holders) -> dict[str, tuple[int, PublishedWeight]]:
@@ -77,11 +91,15 @@ def find_weights(formats: tuple[WeightFormat, ...], holders: Holders) -> dict[st
     Raises:
         WeightsError: a weight is published twice.
     """
-    found = dict[str, tuple[int, PublishedWeight]]()
+    claims = dict[str, list[tuple[int, FoundWeight]]]()
     for index, format in enumerate(formats):
         for name, weight in format.find(holders).items():
-            _, first = found.setdefault(name, (index, weight))
-            if first is not weight or (name in holders and name not in weight.tensors):
-                other = "it is" if name in holders else first.tensors[0]
-                raise WeightsError(f"{name} is published twice, as {other} and as {weight.tensors[0]}")
+            claims.setdefault(name, []).append((index, weight))
+    found = dict[str, tuple[int, PublishedWeight]]()
+    for name, claimed in claims.items():
+        numbers = sorted({weight.tensors[0] for _, weight in claimed} | ({name} & holders.keys()))
+        if len(numbers) > 1:
+            first = "it is" if name in holders else numbers[0]
+            raise WeightsError(f"{name} is published twice, as {first} and as {numbers[1]}")
+        found[name] = next((claim for claim in claimed if claim[1].has_own_scales), claimed[0])
     return found

@@ -22,7 +22,7 @@ Shape suffixes: N rows, K inputs, X groups of inputs.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -134,6 +134,7 @@ class PublishedFourBit:
     names: PackedNames
     scheme: FourBitScheme
     holders: Holders
+    has_own_scales: ClassVar[bool] = True
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import ScaledWeight
-from strandline.kernels.rowwise.quantized_rows import GROUP, MIN_SCALE
+from strandline.kernels.rowwise.quantized_rows import GROUP, MAX_E4M3, MIN_SCALE
 from strandline.models.layers.targets import Piece, Target
 from strandline.models.storage.fp8 import OpenFp8Weight, PublishedFp8, find_fp8
 from strandline.models.storage.published import Holders, OpenWeight
@@ -98,7 +98,7 @@ class Fp8Rows:
         """See ``StoredRows``; scales cover what the configuration says, so that kernels run as for published ones."""
         for rows in self.values_RI.split(max(1, 2**26 // self.values_RI.shape[-1])) if generator is not None else ():
             noise = torch.empty(rows.shape, dtype=torch.bfloat16, device=rows.device).normal_(generator=generator)
-            rows.copy_(noise.mul_(RANDOM_SCALE).clamp_(-448, 448))
+            rows.copy_(noise.mul_(RANDOM_SCALE).clamp_(-MAX_E4M3, MAX_E4M3))
         num_rows, num_groups = self.scales_RX.shape
         grid = self.random_block.grid(matrix_rows, self.values_RI.shape[-1])
         scale_MYX = (torch.rand(-(-num_rows // matrix_rows), *grid) + 0.5) * max(std / RANDOM_SCALE, MIN_SCALE)

@@ -15,10 +15,10 @@ from strandline.model_config import ModelConfig
 
 SUPPORTED: Final = (
     'quant_method "fp8" (e4m3, one scale per block, channel or tensor); "compressed-tensors" in format '
-    '"float-quantized" with 8-bit float weights, "pack-quantized" with 4-bit integers, or "nvfp4-pack-quantized" or '
-    '"mxfp4-pack-quantized" with 4-bit float weights; "gptq" (checkpoint_format '
+    '"float-quantized" or "mxfp8-quantized" with 8-bit float weights, "pack-quantized" with 4-bit integers, or '
+    '"nvfp4-pack-quantized" or "mxfp4-pack-quantized" with 4-bit float weights; "gptq" (checkpoint_format '
     '"gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits; "modelopt" with quant_algo FP8, '
-    'FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, or MIXED_PRECISION of these; "mxfp4"'
+    'FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8, or MIXED_PRECISION of these; "mxfp4"; "mxfp8"'
 )
 
 ORDERED: Final = ("group", "dynamic")
@@ -48,19 +48,26 @@ class Block:
 TENSOR: Final = Block(None, None)
 CHANNEL: Final = Block(1, None)
 
-MODELOPT: Final[Mapping[str, Block]] = {
+MicroscaledLayout = Literal["modelopt", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp4", "mxfp8"]
+"""How published files hold weights in microscaling formats."""
+
+MODELOPT: Final[Mapping[str, Block | MicroscaledLayout]] = {
     "FP8": TENSOR,
     "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
     "FP8_PB_WO": Block(128, 128),
     "FP8_BLOCK_SCALES": Block(128, 128),
+    "NVFP4": "modelopt",
+    "W4A16_NVFP4": "modelopt",
+    "MXFP8": "mxfp8",
 }
-"""What one scale covers, by ``quant_algo``."""
-
-MODELOPT_FP4: Final = ("NVFP4", "W4A16_NVFP4")
-"""``quant_algo`` of weights in FP4. Where activations may be quantised, too, that is not needed."""
+"""What one scale covers in FP8, or the layout of another format, by ``quant_algo``. Where activations may be quantised,
+too, that is not needed."""
 
 MODELOPT_FILES: Final = "quantization_config in config.json, or hf_quant_config.json"
 """Where the recipe may be."""
+
+EXPONENT_DTYPES: Final = ("U8", "F8_E8M0")
+"""Dtypes of scales that are powers of two, as safetensors names them."""
 
 MIXED: Final = "MIXED_PRECISION"
 """``quant_algo`` of a recipe that names one for each layer."""
@@ -95,20 +102,26 @@ class FourBitScheme:
         return f"4 bits ({self.packing}, {', '.join(sizes)})"
 
 
-Fp4Layout = Literal["modelopt", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp4"]
-"""How published files hold FP4 weights."""
-
-
 @dataclass(frozen=True, slots=True)
-class Fp4Scheme:
-    """How a model's FP4 weights (e2m1) are published."""
+class MicroscaledScheme:
+    """How a model's weights in NVFP4, MXFP4 (e2m1) or MXFP8 (e4m3) are published."""
 
-    layout: Fp4Layout
+    layout: MicroscaledLayout
 
     @property
-    def is_mxfp4(self) -> bool:
+    def kind(self) -> str:
+        """The format's name."""
+        return self.layout[:5].upper() if self.layout.startswith("mx") else "NVFP4"
+
+    @property
+    def bits(self) -> int:
+        """Size of a number."""
+        return 8 if self.kind == "MXFP8" else 4
+
+    @property
+    def has_exponents(self) -> bool:
         """Whether scales are powers of two, and there are no factors."""
-        return self.layout.startswith("mxfp4")
+        return self.kind != "NVFP4"
 
     @property
     def byte_groups(self) -> int | None:
@@ -118,18 +131,23 @@ class Fp4Scheme:
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return 32 if self.is_mxfp4 else 16
+        return 32 if self.has_exponents else 16
 
     @property
-    def scale_dtype(self) -> str:
-        """The dtype of scales, as safetensors names it; exponents are uint8."""
-        return "U8" if self.is_mxfp4 else "F8_E4M3"
+    def codes_dtype(self) -> str:
+        """The dtype of numbers, as safetensors names it; two of 4 bits are a byte."""
+        return "F8_E4M3" if self.bits == 8 else "U8"
+
+    @property
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """The dtypes of scales, as safetensors names them."""
+        return EXPONENT_DTYPES if self.has_exponents else ("F8_E4M3",)
 
     def __str__(self) -> str:
-        return f"{'MXFP4' if self.is_mxfp4 else 'NVFP4'} (groups of {self.group})"
+        return f"{self.kind} (groups of {self.group})"
 
 
-Scheme = Fp8Scheme | FourBitScheme | Fp4Scheme
+Scheme = Fp8Scheme | FourBitScheme | MicroscaledScheme
 """How some of a model's weights are quantised."""
 
 
@@ -155,7 +173,11 @@ def _read_schemes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
         case "compressed-tensors":
             return _read_compressed_tensors(values)
         case "mxfp4":
-            return (Fp4Scheme("mxfp4"),)
+            return (MicroscaledScheme("mxfp4"),)
+        case "mxfp8":
+            if fields.value("weight_block_size") not in (None, [1, 32]):
+                fields.reject("weight_block_size", "1 and 32, as mxfp8 has it")
+            return (MicroscaledScheme("mxfp8"),)
         case "gptq":
             _require_four_bits(values)
             format = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
@@ -208,12 +230,12 @@ def _read_modelopt(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
         layers = {f" of {name}": layer.get("quant_algo") for name, layer in listed.items()}
     named = {layer: algorithm for layer, algorithm in layers.items() if algorithm is not None}
     for layer, algorithm in named.items():
-        if str(algorithm).upper() not in (*MODELOPT, *MODELOPT_FP4):
+        if str(algorithm).upper() not in MODELOPT:
             _reject(f"quant_algo {algorithm!r}{layer} is not supported", MODELOPT_FILES)
-    algorithms = [str(algorithm).upper() for algorithm in named.values()]
-    blocks = tuple(dict.fromkeys(MODELOPT[algorithm] for algorithm in algorithms if algorithm in MODELOPT))
+    found = dict.fromkeys(MODELOPT[str(algorithm).upper()] for algorithm in named.values())
+    blocks = tuple(block for block in found if isinstance(block, Block))
     in_fp8 = (Fp8Scheme(blocks),) if blocks else ()
-    return (*in_fp8, Fp4Scheme("modelopt")) if set(MODELOPT_FP4).intersection(algorithms) else in_fp8
+    return (*in_fp8, *(MicroscaledScheme(layout) for layout in found if not isinstance(layout, Block)))
 
 
 def _read_block(fields: Fields, name: str) -> Block:
@@ -228,6 +250,7 @@ COMPRESSED: Final = {
     "pack-quantized": ("int", 4),
     "nvfp4-pack-quantized": ("float", 4),
     "mxfp4-pack-quantized": ("float", 4),
+    "mxfp8-quantized": ("float", 8),
 }
 """Formats of compressed-tensors: type and bits of weights."""
 
@@ -253,7 +276,10 @@ def _read_compressed(format: str, groups: list[Fields]) -> Scheme:
             is_ordered = all(group.value("actorder") in (True, *ORDERED) for group in groups)
             sizes = tuple(dict.fromkeys(map(_read_group, groups)))
             return FourBitScheme("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
-    scheme = Fp4Scheme("mxfp4-pack-quantized" if format.startswith("mx") else "nvfp4-pack-quantized")
+        case "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
+            scheme = MicroscaledScheme(format)
+        case _:
+            scheme = MicroscaledScheme("mxfp8")
     for group in groups:
         if group.size("group_size", default=scheme.group) != scheme.group:
             group.reject("group_size", f"{scheme.group}, as {format} has it")

@@ -3,10 +3,11 @@
 | format | layout | a weight ``W`` becomes | scales |
 | --- | --- | --- | --- |
 | fp8 | ``fp8`` of ``transformers`` | ``W``, ``W_scale_inv`` | of blocks of 128 × 128: largest / 448 |
+| mxfp8 | ``mxfp8-quantized`` | ``W``, ``W_scale`` | of 32 inputs: a power of two, not below largest / 448 |
 | nvfp4 | ``nvfp4-pack-quantized`` | ``W_packed``, ``W_scale``, ``W_global_scale`` | of 16 inputs: largest / 6 |
 | int4 | ``pack-quantized`` | ``W_packed``, ``W_scale``, ``W_shape`` | of 128 inputs: largest / 7.5 |
 
-The last two are layouts of ``compressed-tensors``. In NVFP4 scales are multiplied with ``W_global_scale`` and rounded
+The last three are layouts of ``compressed-tensors``. In NVFP4 scales are multiplied with ``W_global_scale`` and rounded
 to e4m3, so that the largest is 448. Projections that other loaders join get that of the largest of them.
 
 Shape suffixes: N rows, K columns, Y and X blocks downwards and across, B rows and columns of a block, G inputs of a
@@ -21,20 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import E2M1, SYMMETRIC_ZERO
+from strandline.kernels.gemm.weights import E2M1, E8M0_BIAS, E8M0_GROUP, SYMMETRIC_ZERO
+from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.storage.four_bit import PER_NUMBER
 from strandline.models.storage.quantization_config import (
     Block,
     FourBitScheme,
-    Fp4Layout,
-    Fp4Scheme,
     Fp8Scheme,
+    MicroscaledLayout,
+    MicroscaledScheme,
     Scheme,
 )
 
 BLOCK: Final = 128
 SQUARE: Final = Block(BLOCK, BLOCK)
-MAX_E4M3: Final = 448.0
 
 GROUP_FP4: Final = 16
 GROUP_INT4: Final = 128
@@ -132,7 +133,7 @@ class Fp8Quantizer:
 class Fp4Quantizer:
     """See ``Quantizer``."""
 
-    layout: Fp4Layout = "nvfp4-pack-quantized"
+    layout: MicroscaledLayout = "nvfp4-pack-quantized"
     multiple: ClassVar[int] = GROUP_FP4
     takes_drafts: ClassVar[bool] = False
     has_factor: ClassVar[bool] = True
@@ -159,6 +160,36 @@ class Fp4Quantizer:
         """See ``Quantizer``."""
         weights = {"type": "float", "strategy": "tensor_group", "group_size": GROUP_FP4}
         return _compressed("nvfp4-pack-quantized", weights, unconverted)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp8Quantizer:
+    """See ``Quantizer``."""
+
+    multiple: ClassVar[int] = E8M0_GROUP
+    takes_drafts: ClassVar[bool] = False
+    has_factor: ClassVar[bool] = False
+
+    def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
+        """See ``Quantizer``. No number is clipped: a scale is rounded up."""
+        weight_NXG = weight_NK.float().unflatten(1, (-1, E8M0_GROUP))
+        mantissa_NX, exponent_NX = torch.frexp(weight_NXG.abs().amax(2) / MAX_E4M3)
+        exponent_NX = (exponent_NX - (mantissa_NX == 0.5).int()).clamp_(min=-E8M0_BIAS)
+        scale_NX1 = torch.ldexp(torch.ones(exponent_NX.shape), exponent_NX).unsqueeze(2)
+        rounded_NXG = (weight_NXG / scale_NX1).to(torch.float8_e4m3fn)
+        restored_NK = (rounded_NXG.float() * scale_NX1).flatten(1)
+        return QuantizedRows(
+            {"": rounded_NXG.flatten(1), "_scale": (exponent_NX + E8M0_BIAS).to(torch.uint8)}, restored_NK
+        )
+
+    def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
+        """See ``Quantizer``."""
+        return {}
+
+    def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
+        """See ``Quantizer``."""
+        weights = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": E8M0_GROUP}
+        return _compressed("mxfp8-quantized", {**weights, "scale_dtype": "torch.uint8"}, unconverted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +231,9 @@ def quantizer_of(scheme: Scheme) -> Quantizer | None:
     match scheme:
         case Fp8Scheme():
             return Fp8Quantizer(scheme.blocks[0])
-        case Fp4Scheme() if not scheme.is_mxfp4:
+        case MicroscaledScheme("mxfp8"):
+            return Mxfp8Quantizer()
+        case MicroscaledScheme() if not scheme.has_exponents:
             return Fp4Quantizer(scheme.layout)
         case FourBitScheme("compressed-tensors", (int(group), *_), has_zeros=False):
             return Int4Quantizer(group)
@@ -209,6 +242,7 @@ def quantizer_of(scheme: Scheme) -> Quantizer | None:
 
 QUANTIZERS: Final[Mapping[str, Quantizer]] = {
     "fp8": Fp8Quantizer(),
+    "mxfp8": Mxfp8Quantizer(),
     "nvfp4": Fp4Quantizer(),
     "int4": Int4Quantizer(),
 }

@@ -11,7 +11,14 @@ from typing import Any, Final
 
 from strandline.models.storage.conversion import is_converted
 from strandline.models.storage.published_names import text_name
-from strandline.models.storage.quantization_config import MODELOPT, Fp4Scheme, Fp8Scheme, Scheme, format_of_group
+from strandline.models.storage.quantization_config import (
+    MODELOPT,
+    Block,
+    Fp8Scheme,
+    MicroscaledScheme,
+    Scheme,
+    format_of_group,
+)
 
 IGNORED: Final = ("ignore", "exclude_modules", "modules_to_not_convert")
 """Fields that list modules which are not quantised, by the tools that write them."""
@@ -25,7 +32,7 @@ Chooser = Callable[[str, Sequence[int]], int | None]
 def choose_schemes(values: Mapping[str, Any], schemes: Sequence[Scheme]) -> Chooser:
     """Return what chooses among the schemes that ``read_schemes`` found in a ``quantization_config``."""
     recipe = values.get("quantization", values)
-    if isinstance(schemes[0], Fp4Scheme) and schemes[0].layout == "mxfp4":
+    if isinstance(schemes[0], MicroscaledScheme) and schemes[0].layout == "mxfp4":
         return lambda name, shape: 0 if len(shape) == 3 else None
     if len(schemes) == 1:
         return _by_names(recipe)
@@ -64,8 +71,10 @@ def _by_layers(layers: Mapping[str, Mapping[str, Any]], schemes: Sequence[Scheme
 def _index(algorithm: str | None, schemes: Sequence[Scheme]) -> int | None:
     if algorithm is None:
         return None
-    kind = Fp8Scheme if algorithm.upper() in MODELOPT else Fp4Scheme
-    return next(index for index, scheme in enumerate(schemes) if isinstance(scheme, kind))
+    found = MODELOPT[algorithm.upper()]
+    if isinstance(found, Block):
+        return next(index for index, scheme in enumerate(schemes) if isinstance(scheme, Fp8Scheme))
+    return schemes.index(MicroscaledScheme(found))
 
 
 def _by_groups(values: Mapping[str, Any], schemes: Sequence[Scheme]) -> Chooser:

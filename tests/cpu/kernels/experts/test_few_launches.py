@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from strandline.kernels.experts.few_launches import FEW, FEW_INPUTS, MAX_WARPS, WIDE, WIDE_FACTOR, choose_few
 from strandline.kernels.experts.moe import RELU_SQUARED, ExpertWeights, SharedExpert
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
 from strandline.kernels.sizes import next_power_of_2
 
 
@@ -23,6 +23,8 @@ def down_of(format_class: type, size: int) -> Any:
         return ScaledWeight(meta(2, 8, size), meta(2, 1, 1))
     if format_class is FourBitWeight:
         return FourBitWeight(meta(2, 8, size // 8), meta(2, 8, size // 32), None, size, 32)
+    if format_class is Mxfp8Weight:
+        return Mxfp8Weight(meta(2, 8, size // 4), meta(2, 8, size // 32), size)
     return Fp4Weight(meta(2, 8, size // 8), meta(2, 8, size // 16), meta(2, 8), size)
 
 

@@ -15,7 +15,9 @@ from strandline.kernels.gemm.weights import (
     DenseWeight,
     FourBitWeight,
     Fp4Weight,
+    Mxfp8Weight,
     ScaledWeight,
+    pack_bytes,
     pack_code_pairs,
     pack_codes,
 )
@@ -70,6 +72,16 @@ def fp4_weight(*shape: int, group: int = 16, device: str = "cpu", **_: Any) -> F
     return Fp4Weight(*(x.to(device) for x in (pack_codes(codes), scales, factors)), num_inputs)
 
 
+def mxfp8_weight(*shape: int, device: str = "cpu", **_: Any) -> Mxfp8Weight:
+    """Return random weights of all sizes that e4m3 has, whose scales differ."""
+    num_inputs = shape[-1]
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8)
+    codes[codes == 0x7F] = 0x80
+    num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // 32
+    scales = (torch.randint(117, 123, (*shape[:-1], num_groups)) - int(num_inputs**0.5).bit_length()).byte()
+    return Mxfp8Weight(pack_bytes(codes).to(device), scales.to(device), num_inputs)
+
+
 def exact(weight: Any) -> Tensor:
     """Return what a weight stands for, in float64."""
     if isinstance(weight, DenseWeight):
@@ -83,6 +95,10 @@ def exact(weight: Any) -> Tensor:
         word_I, bit_I = column_I % 32 // 2, column_I % 128 // 32 * 4 + column_I % 2 * 16
         code = weight.words[..., column_I // 128 * 16 + word_I] >> bit_I & 15
     scale = weight.scales[..., column_I // weight.group]
+    if isinstance(weight, Mxfp8Weight):
+        byte_I = column_I // 16 * 16 + column_I % 8 // 2 * 4 + column_I % 2 * 2 + column_I % 16 // 8
+        numbers = weight.words.view(torch.float8_e4m3fn)[..., byte_I].double()
+        return numbers * 2 ** (scale.double() - 127)
     if isinstance(weight, FourBitWeight):
         zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros[..., column_I // weight.group].double()
         return (code.double() - zeros) * scale.double()
@@ -167,10 +183,11 @@ INT4: Final = {
     for symmetric in (True, False)
 }
 FP4: Final = {"nvfp4": _in_codes(fp4_weight), "mxfp4": _in_codes(fp4_weight, group=32)}
-CODED: Final = INT4 | FP4
+MXFP8: Final = {"mxfp8": _in_codes(mxfp8_weight)}
+CODED: Final = INT4 | FP4 | MXFP8
 
 CASES: Final = DENSE | FP8 | CODED
-FORMATS: Final = {name: CASES[name] for name in ("dense", "fp8", "int4-128-zeros", "nvfp4", "mxfp4")}
+FORMATS: Final = {name: CASES[name] for name in ("dense", "fp8", "int4-128-zeros", "nvfp4", "mxfp4", "mxfp8")}
 QUANTIZED: Final = {name: case for name, case in FORMATS.items() if name != "dense"}
 
 of_every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -22,7 +22,7 @@ from strandline.models.storage.conversion import convert, is_converted
 from strandline.models.storage.quantizers import BLOCK, QUANTIZERS, nearest_codes
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
-from tests.cpu.models import families, fp4, fp8
+from tests.cpu.models import families, fp8, microscaled
 from tests.cpu.models.quantized import assert_same_weights
 from tests.cpu.models.test_weights import fuse_experts, split_into_shards, unfuse_experts
 
@@ -49,7 +49,7 @@ GROUPS_OF_16 = {
     "moe_shared_expert_intermediate_size": 32,
 }
 
-ERRORS = {"fp8": 0.03, "nvfp4": 0.11, "int4": 0.12}
+ERRORS = {"fp8": 0.03, "mxfp8": 0.03, "nvfp4": 0.11, "int4": 0.12}
 """``|weight - exact| / |exact|`` of normally distributed weights."""
 
 
@@ -156,7 +156,7 @@ def test_no_other_code_is_nearer(format: str, seed: int, exponent: float) -> Non
     weight = torch.randn(3, 256, generator=generator) * 2.0**exponent
     parts, restored = quantize(weight, format)
     if format == "nvfp4":
-        numbers, group = torch.cat((fp4.NUMBERS, -fp4.NUMBERS)), 16
+        numbers, group = torch.cat((microscaled.NUMBERS, -microscaled.NUMBERS)), 16
         scale = parts["_scale"].float() / parts["_global_scale"]
         torch.testing.assert_close(parts["_scale"].float().max(), torch.tensor(448.0), rtol=0, atol=0)
     else:
@@ -164,6 +164,19 @@ def test_no_other_code_is_nearer(format: str, seed: int, exponent: float) -> Non
     candidates = numbers * scale.repeat_interleave(group, 1).unsqueeze(-1)
     error, least = (restored - weight).abs(), (candidates - weight.unsqueeze(-1)).abs().amin(-1)
     assert bool((error <= least + 1e-6 * weight.abs().max()).all())
+
+
+@given(st.integers(0, 2**31), st.floats(-60, 8))
+def test_scales_of_mxfp8_are_the_least_that_clip_nothing(seed: int, exponent: float) -> None:
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    weight[0, 32:], weight[1, 0] = 0, 448 * 2.0 ** round(exponent)
+    parts, restored = quantize(weight, "mxfp8")
+    scale, largest = 2.0 ** (parts["_scale"].float() - 127), weight.unflatten(1, (-1, 32)).abs().amax(2)
+    assert bool((largest <= 448 * scale).all())
+    assert bool((largest[largest > 0] > 224 * scale[largest > 0]).all())
+    limit = torch.maximum(weight.abs() / 16, scale.repeat_interleave(32, 1) * 2.0**-10)
+    assert bool(((restored - weight).abs() <= limit).all())
+    assert torch.equal(parts[""].float() * scale.repeat_interleave(32, 1), restored)
 
 
 def test_joined_projections_share_the_factor_of_the_largest(wide: Path, tmp_path: Path) -> None:
@@ -358,7 +371,7 @@ def test_conversion_does_not_change_its_input(format: str) -> None:
 @given(st.floats(-8, 8, width=32))
 def test_fp4_rounds_to_nearest_and_ties_to_even_codes(x: float) -> None:
     code = int(nearest_codes(torch.tensor(x)))
-    numbers = fp4.NUMBERS.tolist()
+    numbers = microscaled.NUMBERS.tolist()
     distances = [abs(abs(x) - number) for number in numbers]
     nearest = [i for i, distance in enumerate(distances) if distance == min(distances)]
     assert (code & 7) == (nearest[0] if len(nearest) == 1 else next(i for i in nearest if i % 2 == 0))

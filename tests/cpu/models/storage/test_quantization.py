@@ -460,7 +460,8 @@ def test_fp8_without_a_quantization_config_is_refused(converted: Callable[..., A
         (compressed_config(strategy="block"), "weights.block_structure is missing; it must be a list"),
         ({**compressed_config(), "config_groups": {}}, "config_groups names no group of weights"),
         ({**compressed_config(), "config_groups": {"a": 3}}, "config_groups.a names no weights"),
-        (modelopt_config("MXFP8"), "quant_algo 'MXFP8' is not supported; supported: .*modelopt"),
+        (modelopt_config("W4A8_AWQ"), "quant_algo 'W4A8_AWQ' is not supported; supported: .*modelopt"),
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "weight_block_size is .*; it must be 1 and 32"),
         ({"quant_method": "modelopt"}, "modelopt without quant_algo is not supported"),
         (
             modelopt_config("MIXED_PRECISION", quantized_layers=MIXED | {"lm_head": {"quant_algo": "W4A8_AWQ"}}),

@@ -20,7 +20,7 @@ from tests.cpu.models.quantized import assert_same_weights, load, logits
 from tests.cpu.models.storage.test_conversion import EXPERTS, SIZES, tensors_of
 from tests.cpu.models.test_weights import unfuse_experts
 
-FORMATS = ["fp8", "nvfp4", "int4"]
+FORMATS = ["fp8", "mxfp8", "nvfp4", "int4"]
 SIZES_OF_GROUPS: dict[str, Any] = SIZES | {
     "hidden_size": 256,
     "intermediate_size": 384,

@@ -1,5 +1,6 @@
 """Models of every family hold the numbers of every published format, and answer as the dequantised ones."""
 
+import itertools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.kernels.gemm.weights import FourBitWeight, Fp4Weight, ScaledWeight
+from strandline.kernels.gemm.weights import FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
 from strandline.model_config import read_model_config
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.storage.conversion import is_converted
-from tests.cpu.models import families, four_bit, fp4, fp8
+from tests.cpu.models import families, four_bit, fp8, microscaled
 from tests.cpu.models.quantized import (
     TOLERANCE,
     TOLERANCE_FP8,
@@ -65,11 +66,16 @@ FORMATS = {
         modelopt_config("FP8"), whole, suffix="_scale", shape_scale=lambda scale: scale.reshape(scale.shape[:-2])
     ),
     **{name: Format(partial(four_bit.convert, scheme=KEPT[name]), FourBitWeight) for name in ("compressed", "gptq")},
-    **{f"fp4 {way}": Format(partial(fp4.convert, way=way), Fp4Weight) for way in fp4.WAYS},
+    **{
+        way if "mxfp8" in way else f"fp4 {way}": Format(
+            partial(microscaled.convert, way=way), Mxfp8Weight if "mxfp8" in way else Fp4Weight
+        )
+        for way in microscaled.WAYS
+    },
 }
 
 MAIN = ("fp8 blocks", "compressed", "fp4 modelopt")
-"""One of each kind of weight."""
+"""One of each kind of weight, but for MXFP8, which shares its code with FP4."""
 
 SIZES = {
     "intermediate_size": 64,
@@ -92,14 +98,18 @@ OWN_SIZES = {
 IN_ONE_TENSOR = ("granite_hybrid", "inkling", "inkling-towers", "inkling2")
 """Families whose experts are published so, for which GPTQ has no layout."""
 
+OWN_CASES = [("inkling2", "mxfp8"), ("nemotron_h-odd", "mxfp8")]
+"""Families that are published so, and with odd sizes."""
+
 CASES = [
     *((name, format) for name in FAMILIES for format in MAIN),
     *(("qwen3_5_moe", format) for format in FORMATS if format not in MAIN),
+    *OWN_CASES,
     *(
         pytest.param(name, format, marks=pytest.mark.long)
         for name in FAMILIES
         for format in FORMATS
-        if format not in MAIN and name != "qwen3_5_moe"
+        if format not in MAIN and name != "qwen3_5_moe" and (name, format) not in OWN_CASES
     ),
 ]
 
@@ -134,8 +144,10 @@ def test_weights_stay_as_published(name: str, format: str, tmp_path: Path) -> No
         assert {type(up) for up in weights_of_experts(model)} <= {weight}
 
 
-@pytest.mark.parametrize("format", MAIN)
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_h", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [*itertools.product(["qwen3_5_moe", "nemotron_h", "kimi_linear", "falcon_h1"], MAIN), ("qwen3_5_moe", "mxfp8")],
+)
 def test_ranks_hold_and_compute_their_part(name: str, format: str, tmp_path: Path) -> None:
     directory, _ = save(name, format, tmp_path)
     expected = logits(load(directory, keeps_quantized=True))
@@ -157,7 +169,7 @@ def test_ranks_read_only_their_part(name: str, format: str, tmp_path: Path, monk
     check_parts_read(save(name, format, tmp_path)[0], monkeypatch)
 
 
-@pytest.mark.parametrize("format", [*MAIN, "gptq", "fp4 mxfp4"])
+@pytest.mark.parametrize("format", [*MAIN, "gptq", "fp4 mxfp4", "mxfp8"])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_random_weights_stay_quantised(name: str, format: str, tmp_path: Path) -> None:
     config, weight = read_model_config(save(name, format, tmp_path)[0]), FORMATS[format].weight
@@ -175,14 +187,16 @@ def spoil(tensors: fp8.Tensors, name: str, fault: str) -> None:
         del tensors[name]
     elif fault == "shape":
         tensors[name] = scale.new_zeros(3, 3)
+    elif scale.dtype == torch.uint8:
+        scale[-1] = 255 if fault == "nan" else 200
     elif scale.dtype == torch.float8_e4m3fn:
         scale.view(torch.uint8)[-1] = 0xFF if fault == "nan" else 0xB8
     else:
         scale[-1] = torch.nan if fault == "nan" else -scale[-1]
 
 
-@pytest.mark.parametrize("fault", ["missing", "shape", "nan", "negative"])
-@pytest.mark.parametrize("format", MAIN)
+@pytest.mark.parametrize("fault", ["missing", "shape", "nan", "range"])
+@pytest.mark.parametrize("format", [*MAIN, "mxfp8"])
 def test_faults_of_an_expert_are_named(format: str, fault: str, tmp_path: Path) -> None:
     directory, _ = save("qwen3_5_moe", format, tmp_path)
     name = "model.layers.1.mlp.experts.3.down_proj.weight_scale"

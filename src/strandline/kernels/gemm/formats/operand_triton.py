@@ -28,7 +28,7 @@ one: weights are older than any launch of a step. Products of several chunks of 
 by ``add``; their shape is the format's. Dense weights may multiply rows before their norm: ``norm`` is a norm's
 argument and the inverse root of each row's mean square, ``NORM`` its constants (``norm_triton.py``).
 
-``dequantize``, of formats whose ``words`` hold codes of 4 bits (``weights.py``), returns the numbers that a block of
+``dequantize``, of formats whose ``words`` hold codes (``weights.py``), returns the numbers that a block of
 inputs of rows ``read_N`` stands for, in float32, so that a library can multiply with them::
 
     dequantize(weight, read_N, block, LAYOUT) -> number_NK
@@ -43,8 +43,16 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from strandline.kernels.gemm.formats import dense_triton, four_bit_triton, fp4_triton, fp8_triton
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, Fp4Weight, ScaledWeight, Weight
+from strandline.kernels.gemm.formats import dense_triton, four_bit_triton, fp8_triton, microscaled_triton
+from strandline.kernels.gemm.weights import (
+    BLOCK_INPUTS,
+    DenseWeight,
+    FourBitWeight,
+    Fp4Weight,
+    Mxfp8Weight,
+    ScaledWeight,
+    Weight,
+)
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -77,7 +85,7 @@ class Format(NamedTuple):
     layout: Callable[..., NamedTuple]
     """Returns the numbers that are compiled in."""
     dequantize: JITFunction | None = None
-    """Returns numbers; None: of formats of more bits."""
+    """Returns numbers; None: of formats without codes."""
     multiplies_fp8: bool = False
     """Whether ``tile`` takes rows of x in FP8."""
     can_extend: Callable[..., bool] = lambda _weight, _extra: False
@@ -109,7 +117,8 @@ FORMATS: Mapping[type, Format] = {
         multiplies_fp8=True, can_extend=fp8_triton.can_extend
     ),
     FourBitWeight: _coded_format(four_bit_triton),
-    Fp4Weight: _coded_format(fp4_triton),
+    Fp4Weight: _coded_format(microscaled_triton),
+    Mxfp8Weight: _coded_format(microscaled_triton),
 }
 
 

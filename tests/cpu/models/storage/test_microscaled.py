@@ -1,4 +1,4 @@
-"""Weights published in FP4 (NVFP4, MXFP4) load as what they stand for; bad files are named."""
+"""Weights published in NVFP4, MXFP4 and MXFP8 load as what they stand for; bad files are named."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
-from tests.cpu.models import families, fp4
+from tests.cpu.models import families, microscaled
 from tests.cpu.models.fp8 import Tensors, change_json, change_tensors, is_projection, quantize
 from tests.cpu.models.storage.test_quantization import assert_equal, load, whole
 
@@ -24,15 +24,15 @@ WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
-    """Return what writes a family in FP4 and dequantised."""
-    root = tmp_path_factory.mktemp("fp4")
+    """Return what writes a family quantised and dequantised."""
+    root = tmp_path_factory.mktemp("microscaled")
 
     def convert(name: str = "llama", way: str = "modelopt") -> tuple[Path, Path]:
         directory = root / f"{name}-{way}"
         if not directory.is_dir():
             directory.mkdir()
-            fp4.convert(families.save(name, directory), directory, way)
-        return directory / "fp4", directory / "plain"
+            microscaled.convert(families.save(name, directory), directory, way)
+        return directory / "quantized", directory / "plain"
 
     return convert
 
@@ -47,7 +47,7 @@ def own(converted: Callable[..., tuple[Path, Path]], tmp_path: Path) -> Callable
     return copy
 
 
-@pytest.mark.parametrize("way", fp4.WAYS)
+@pytest.mark.parametrize("way", microscaled.WAYS)
 def test_weights_load_as_what_they_stand_for(converted: Callable[..., tuple[Path, Path]], way: str) -> None:
     quantized, plain = converted("llama", way)
     model = load(quantized)
@@ -56,7 +56,7 @@ def test_weights_load_as_what_they_stand_for(converted: Callable[..., tuple[Path
     assert_equal(load(quantized, torch.bfloat16), load(plain, torch.bfloat16))
 
 
-@pytest.mark.parametrize("way", fp4.WAYS)
+@pytest.mark.parametrize("way", microscaled.WAYS)
 def test_shards_hold_parts_of_the_whole(converted: Callable[..., tuple[Path, Path]], way: str) -> None:
     quantized, plain = converted("qwen3_5_moe", way)
     for index in range(2):
@@ -71,7 +71,7 @@ def test_layers_of_one_model_have_formats_of_their_own(tmp_path: Path) -> None:
     layers = {"a": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}}
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     source = families.save("qwen3_5_moe", tmp_path)
-    quantized, plain = fp4.convert(source, tmp_path, "modelopt", is_expert, config)
+    quantized, plain = microscaled.convert(source, tmp_path, "modelopt", is_expert, config)
     numbers = dict[str, Tensor]()
 
     def quantize_others(tensors: Tensors) -> None:
@@ -140,6 +140,16 @@ def invert(tensors: Tensors, *, part: str) -> None:
         ("modelopt", partial(spoil, part="_scale", byte=0x80 | 0x38), "k_proj.weight_scale has negative scales"),
         ("mxfp4", partial(spoil, part="_scale", byte=255), "k_proj.weight_scale has scales that are not numbers"),
         ("mxfp4", partial(spoil, part="_scale", byte=250), "k_proj.weight_scale makes weights of up to"),
+        ("mxfp8", partial(remove, part="_scale"), "k_proj.weight_scale is missing beside .*k_proj.weight"),
+        ("mxfp8", partial(replace, part="_scale", value=torch.ones(3, 4).byte()), r"weight_scale has shape \[3, 4\]"),
+        (
+            "mxfp8",
+            partial(replace, part="_scale", value=torch.ones(32, 1)),
+            "weight_scale is stored as F32; scales of MXFP8 .* are U8 or F8_E8M0",
+        ),
+        ("mxfp8", partial(spoil, part="_scale", byte=255), "k_proj.weight_scale has scales that are not numbers"),
+        ("mxfp8", partial(spoil, part="_scale", byte=140), "k_proj.weight_scale makes weights of up to"),
+        ("mxfp8-inverse", partial(spoil, part="_scale_inv", byte=255), "weight_scale_inv has scales that are not"),
         ("mxfp4", partial(replace, part="", value=torch.zeros(32, 64)), "published twice, as it is and as .*_packed"),
         ("modelopt", partial(replace, part=".input_scale", value=torch.ones(1)), "not known to this architecture"),
     ],
@@ -161,7 +171,7 @@ def test_configuration_of_another_format_is_refused(
     own: Callable[..., Path], weights: dict[str, Any], message: str
 ) -> None:
     directory = own("compressed")
-    _, config = fp4.WAYS["compressed"]
+    _, config = microscaled.WAYS["compressed"]
     change_json(directory / "config.json", quantization_config={**config, "config_groups": {"a": {"weights": weights}}})
     with pytest.raises(ConfigError, match=message):
         load(directory)

@@ -1,4 +1,4 @@
-"""Models whose weights stay in FP4 hold the published numbers, and answer as the dequantised ones."""
+"""Models whose weights stay in FP4 or MXFP8 hold the published numbers, and answer as the dequantised ones."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, ScaledWeight, StackedWeight
+from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, Mxfp8Weight, ScaledWeight, StackedWeight
 from strandline.model_config import read_model_config
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.weights import load_model
-from tests.cpu.models import families, four_bit, fp4, fp8
+from tests.cpu.models import families, four_bit, fp8, microscaled
 from tests.cpu.models.fp8 import Tensors
-from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, load, logits
+from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, check_parts_read, load, logits
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 from tests.cpu.models.test_weights import unfuse_experts
 
@@ -35,7 +35,7 @@ SIZES = {
 def save(name: str, directory: Path, way: str = "modelopt", **options: Any) -> Path:
     """Write a family with its experts one by one, in FP4."""
     source = fp8.change_tensors(families.save(name, directory, **SIZES), unfuse_experts)
-    return fp4.convert(source, directory, way, **options)[0]
+    return microscaled.convert(source, directory, way, **options)[0]
 
 
 def is_expert(name: str, tensor: Tensor) -> bool:
@@ -48,21 +48,35 @@ def is_in_inkling(name: str, _: Tensor) -> bool:
     return re.search(r"layers\.2\.mlp\.experts\.w", name) is not None
 
 
-@pytest.mark.parametrize("way", ["inkling", "inkling-compressed"])
-def test_routed_experts_stay_if_the_shared_ones_are_not_quantised(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "weight"), [("inkling", Fp4Weight), ("inkling-compressed", Fp4Weight), ("inkling-mxfp8", Mxfp8Weight)]
+)
+def test_routed_experts_stay_if_the_shared_ones_are_not_quantised(way: str, weight: type, tmp_path: Path) -> None:
     source = families.save("inkling-towers", tmp_path, **SIZES)
-    directory, plain = fp4.convert(source, tmp_path, way, is_converted=is_in_inkling)
+    directory, plain = microscaled.convert(source, tmp_path, way, is_converted=is_in_inkling)
     model = check(directory)
     assert_same_weights(model, load(plain, keeps_quantized=False))
     parts = [experts.parts for experts in model.modules() if isinstance(experts, Experts)]
     formats = [[(type(part.up), part.held) for part in of_layer] for of_layer in parts]
-    assert formats == [[(DenseWeight, range(7))], [(Fp4Weight, range(5)), (DenseWeight, range(5, 7))]]
+    assert formats == [[(DenseWeight, range(7))], [(weight, range(5)), (DenseWeight, range(5, 7))]]
+
+
+@pytest.mark.parametrize("way", ["inkling-mxfp8", "mxfp8-compressed"])
+def test_experts_of_inkling_2_stay_in_mxfp8(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = families.save("inkling2", tmp_path, **SIZES)
+    directory, plain = microscaled.convert(source, tmp_path, way, is_converted=is_expert)
+    model = check(directory)
+    assert_same_weights(model, load(plain, keeps_quantized=False))
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts
+    assert {type(part.up) for each in experts for part in each.parts} == {Mxfp8Weight}
+    check_parts_read(directory, monkeypatch)
 
 
 def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
     """Write gpt-oss as published, and dequantised."""
     source = families.save("gpt_oss", directory, intermediate_size=32)
-    return fp4.convert(source, directory, "gpt_oss", is_converted=lambda name, tensor: name.endswith("_proj"))
+    return microscaled.convert(source, directory, "gpt_oss", is_converted=lambda name, tensor: name.endswith("_proj"))
 
 
 def test_transposed_experts_stay_as_gpt_oss_has_them(tmp_path: Path) -> None:
@@ -107,7 +121,7 @@ def test_random_experts_of_gpt_oss_are_quantised_alone(tmp_path: Path) -> None:
 
 def test_ranks_compute_what_one_does_with_experts_in_two_formats(tmp_path: Path) -> None:
     source = families.save("inkling-towers", tmp_path, **SIZES)
-    directory = fp4.convert(source, tmp_path, "inkling", is_converted=is_in_inkling)[0]
+    directory = microscaled.convert(source, tmp_path, "inkling", is_converted=is_in_inkling)[0]
     expected = logits(load(directory, keeps_quantized=True))
 
     def run(ranks: RankThread) -> Tensor:
@@ -131,7 +145,7 @@ def test_fused_weights_keep_the_factor_of_each_matrix(tmp_path: Path) -> None:
             tensor.mul_(factor)
 
     source = fp8.change_tensors(families.save("qwen3_5", tmp_path, **SIZES), scale)
-    model = check(fp4.convert(source, tmp_path, "modelopt")[0])
+    model = check(microscaled.convert(source, tmp_path, "modelopt")[0])
     factors = [m.weight.factors for m in model.modules() if isinstance(m, Projection) and type(m.weight) is Fp4Weight]
     assert max(float(x.max() / x.min()) for x in factors) > 100
 
@@ -156,6 +170,28 @@ def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
     assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
 
 
+def test_weights_in_mxfp8_and_in_fp8_are_told_apart_by_their_scales(tmp_path: Path) -> None:
+    others = Tensors()
+
+    def quantize_others(tensors: Tensors) -> None:
+        for name in [name for name, tensor in tensors.items() if fp8.is_projection(name, tensor)]:
+            if not is_expert(name, tensors[name]):
+                tensors[name], scale = fp8.quantize(tensors[name], (1, tensors[name].shape[1]))
+                tensors[f"{name}_scale"] = scale
+                others[name] = tensors[name].float() * scale
+
+    in_mxfp8 = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32}
+    groups = {"others": GROUPS["others"], "experts": {"format": "mxfp8-quantized", "weights": in_mxfp8}}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path, **SIZES), unfuse_experts)
+    directory, plain = microscaled.convert(source, tmp_path, "mxfp8", is_converted=is_expert, config=config)
+    model = load(fp8.change_tensors(directory, quantize_others), keeps_quantized=True)
+    plain = fp8.change_tensors(plain, lambda tensors: tensors.update(others))
+    assert_same_weights(model, load(plain, keeps_quantized=False))
+    assert {type(part.up) for x in model.modules() if isinstance(x, Experts) for part in x.parts} == {Mxfp8Weight}
+    assert any(type(m.weight) is ScaledWeight for m in model.modules() if isinstance(m, Projection))
+
+
 def test_fp4_and_integers_of_one_packing_stay_side_by_side(tmp_path: Path) -> None:
     """Both publish codes as ``weight_packed``."""
     others = Tensors()
@@ -172,7 +208,7 @@ def test_fp4_and_integers_of_one_packing_stay_side_by_side(tmp_path: Path) -> No
     groups = {"fp4": GROUPS["experts"], "int4": {**integers["config_groups"]["group_0"], "format": "pack-quantized"}}
     config = {"quant_method": "compressed-tensors", "config_groups": groups}
     source = fp8.change_tensors(families.save("qwen3_5_moe", tmp_path, **SIZES), unfuse_experts)
-    directory, plain = fp4.convert(source, tmp_path, "compressed", is_converted=is_expert, config=config)
+    directory, plain = microscaled.convert(source, tmp_path, "compressed", is_converted=is_expert, config=config)
     model = check(fp8.change_tensors(directory, quantize_others))
     assert_same_weights(model, load(fp8.change_tensors(plain, lambda t: t.update(others)), keeps_quantized=False))
     assert {type(part.up) for x in model.modules() if isinstance(x, Experts) for part in x.parts} == {Fp4Weight}

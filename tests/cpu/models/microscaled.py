@@ -1,4 +1,4 @@
-"""Turns saved models into FP4 ones, and back to float32, number by number: the oracle of what the loader reads."""
+"""Turns saved models into ones in FP4 or MXFP8, and back to float32, number by number: the oracle of the loader."""
 
 import json
 import shutil
@@ -86,6 +86,27 @@ def mxfp4(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
     return (numbers_of(code) * torch.exp2(exponent)[..., None]).flatten(-2)
 
 
+def mxfp8(name: str, weight: Tensor, tensors: Tensors, suffix: str = "_scale") -> Tensor:
+    """As ModelOpt and compressed-tensors write MXFP8."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-30))) - 8
+    numbers = (groups / torch.exp2(exponent)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    tensors |= {name: numbers.flatten(-2), f"{name}{suffix}": (exponent + 127).to(torch.uint8)}
+    return (numbers.float() * torch.exp2(exponent)[..., None]).flatten(-2)
+
+
+def mxfp8_inverse(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
+    """As other tools write it, with a dtype for exponents."""
+    numbers = mxfp8(name, weight, tensors, "_scale_inv")
+    tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"].view(torch.float8_e8m0fnu)
+    return numbers
+
+
+def inkling_mxfp8(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
+    """As ModelOpt writes experts in one tensor whose name ends in ``weight``."""
+    return mxfp8(name, weight, tensors, ".scale")
+
+
 def gpt_oss(name: str, weight: Tensor, tensors: Tensors) -> Tensor:
     """As gpt-oss has its experts, which are transposed where they are not quantised."""
     written = Tensors()
@@ -113,12 +134,25 @@ WAYS: dict[str, tuple[Convert, dict[str, Any]]] = {
             "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 4, "group_size": 32}}},
         },
     ),
+    "mxfp8": (mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}),
+    "mxfp8-compressed": (
+        mxfp8,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp8-quantized",
+            "config_groups": {
+                "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32}}
+            },
+        },
+    ),
+    "mxfp8-inverse": (mxfp8_inverse, {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}),
 }
 """How weights are written, and the configuration."""
 
 OWN_WAYS = {
     "inkling": (inkling, WAYS["modelopt"][1]),
     "inkling-compressed": (inkling_compressed, WAYS["compressed"][1]),
+    "inkling-mxfp8": (inkling_mxfp8, WAYS["mxfp8"][1]),
     "gpt_oss": (gpt_oss, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
 }
 
@@ -134,11 +168,11 @@ def convert(
     is_converted: Callable[[str, Tensor], bool] = is_projection,
     config: dict[str, Any] | None = None,
 ) -> tuple[Path, Path]:
-    """Write a saved model in FP4, and what it stands for in float32; return both directories."""
+    """Write a saved model in one of these formats, and what it stands for in float32; return both directories."""
     write, written_config = (WAYS | OWN_WAYS)[way]
-    quantized, plain = directory / "fp4", directory / "plain"
+    quantized, plain = directory / "quantized", directory / "plain"
     tensors, expected, published = load_file(source / "model.safetensors"), dict[str, Tensor](), dict[str, Tensor]()
-    multiple = 32 if way == "mxfp4" else 16
+    multiple = 32 if "mxfp" in way else 16
     for name, tensor in tensors.items():
         if is_converted(name, tensor) and tensor.shape[-1] % multiple == 0:
             expected[name] = write(name, tensor, published)

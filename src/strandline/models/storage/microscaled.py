@@ -1,4 +1,5 @@
-"""Weights in FP4 (e2m1) as files hold them: two to a byte, the earlier input in its low bits, beside their scales.
+"""Weights in microscaling formats as files hold them: NVFP4 and MXFP4 (e2m1, two codes to a byte, the earlier input in
+its low bits) and MXFP8 (e4m3).
 
 A weight is ``code * scale * factor``: a scale covers a group of neighbouring inputs of a row, a factor a whole matrix.
 
@@ -8,11 +9,13 @@ A weight is ``code * scale * factor``: a scale covers a group of neighbouring in
 | compressed-tensors, NVFP4 | ``M.weight_packed`` | the same | 1 / ``M.weight_global_scale`` |
 | gpt-oss, MXFP4 | ``E_blocks``, groups in a dimension of their own | ``E_scales``, uint8 exponents | 1 |
 | compressed-tensors, MXFP4 | ``M.weight_packed`` | ``M.weight_scale``, uint8 exponents, of 32 inputs | 1 |
+| MXFP8 | ``M.weight``, e4m3 | ``M.weight_scale`` or ``M.weight_scale_inv``, uint8 exponents, of 32 inputs | 1 |
 
 Experts in one tensor have one dimension more, and a factor each. The files decide, tensor by tensor, what is quantised.
 
-Source: the published layouts of ModelOpt (``NVFP4``, ``W4A16_NVFP4``), and ``nvfp4-pack-quantized`` and
-``mxfp4-pack-quantized`` of compressed-tensors; Open Compute Project, "OCP Microscaling Formats (MX) Specification".
+Source: the published layouts of ModelOpt (``NVFP4``, ``W4A16_NVFP4``, ``MXFP8``), and ``nvfp4-pack-quantized``,
+``mxfp4-pack-quantized`` and ``mxfp8-quantized`` of compressed-tensors; Open Compute Project, "OCP Microscaling Formats
+(MX) Specification".
 
 Shape suffixes: N rows, K inputs, X groups of inputs.
 """
@@ -26,15 +29,13 @@ from torch import Tensor
 
 from strandline.errors import WeightsError
 from strandline.kernels.gemm.weights import E2M1, scale_numbers
+from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.layers.targets import Index, Target
-from strandline.models.storage.fp8 import CHUNK_ELEMENTS
+from strandline.models.storage.fp8 import CHUNK_ELEMENTS, SCALE_SUFFIXES
 from strandline.models.storage.published import Holders, check_published_shape
-from strandline.models.storage.quantization_config import Fp4Layout, Fp4Scheme
+from strandline.models.storage.quantization_config import MicroscaledLayout, MicroscaledScheme
 from strandline.models.storage.scales import check_scale
 from strandline.models.storage.weights_files import WeightsFile
-
-CODES_DTYPE: Final = "U8"
-"""As files name it."""
 
 MAX_WEIGHT: Final = 4096.0
 """No model has larger weights; files whose factor is the reciprocal of what it should be have."""
@@ -48,34 +49,38 @@ class _Suffixes:
     """What follows the name of a module, or of a tensor of experts, in the names of a weight's parts."""
 
     codes: str
-    scales: str
+    scales: tuple[str, ...]
+    """One of these."""
     factor: str | None
     activations: tuple[str, ...]
 
 
-SUFFIXES: Final[Mapping[Fp4Layout, _Suffixes]] = {
-    "modelopt": _Suffixes("", "_scale", "_scale_2", ("input_scale",)),
-    "nvfp4-pack-quantized": _Suffixes("_packed", "_scale", "_global_scale", ("input_global_scale",)),
-    "mxfp4-pack-quantized": _Suffixes("_packed", "_scale", None, ()),
-    "mxfp4": _Suffixes("_blocks", "_scales", None, ()),
+SUFFIXES: Final[Mapping[MicroscaledLayout, _Suffixes]] = {
+    "modelopt": _Suffixes("", ("_scale",), "_scale_2", ("input_scale",)),
+    "nvfp4-pack-quantized": _Suffixes("_packed", ("_scale",), "_global_scale", ("input_global_scale",)),
+    "mxfp4-pack-quantized": _Suffixes("_packed", ("_scale",), None, ()),
+    "mxfp4": _Suffixes("_blocks", ("_scales",), None, ()),
+    "mxfp8": _Suffixes("", SCALE_SUFFIXES[::-1], None, ("input_scale",)),
 }
 """Added to the name of the weight; those of scales of activations replace ``weight`` at its end."""
 
 
-def find_fp4(holders: Holders, scheme: Fp4Scheme) -> dict[str, "PublishedFp4"]:
-    """Return the weights in FP4, by their names in a model that is not quantised."""
-    suffix = SUFFIXES[scheme.layout].codes
-    names = (name for name, file in holders.items() if name.endswith(suffix) and file.dtype(name) == CODES_DTYPE)
-    found = (PublishedFp4(name.removesuffix(suffix), scheme, holders) for name in names)
-    return {weight.name: weight for weight in found if suffix or {weight.scales, weight.factor} & holders.keys()}
+def find_microscaled(holders: Holders, scheme: MicroscaledScheme) -> dict[str, "PublishedMicroscaled"]:
+    """Return the weights in a microscaling format, by their names in a model that is not quantised."""
+    suffix, dtype = SUFFIXES[scheme.layout].codes, scheme.codes_dtype
+    names = [name for name, file in holders.items() if name.endswith(suffix) and file.dtype(name) == dtype]
+    found = (PublishedMicroscaled(name.removesuffix(suffix), scheme, holders) for name in names)
+    # Bytes need more than a name: indices have them, too.
+    is_known = suffix != "" or scheme.bits == 8
+    return {weight.name: weight for weight in found if is_known or {weight.scales, weight.factor} & holders.keys()}
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedFp4:
-    """A weight in FP4, and its scales."""
+class PublishedMicroscaled:
+    """A weight in a microscaling format, and its scales."""
 
     name: str
-    scheme: Fp4Scheme
+    scheme: MicroscaledScheme
     holders: Holders
 
     @property
@@ -86,13 +91,19 @@ class PublishedFp4:
     @property
     def scales(self) -> str:
         """Name of the tensor of scales."""
-        return self.name + SUFFIXES[self.scheme.layout].scales
+        names = [self.name + suffix for suffix in SUFFIXES[self.scheme.layout].scales]
+        return next((name for name in names if name in self.holders), names[0])
 
     @property
     def factor(self) -> str | None:
         """Name of the tensor that holds the factor, or its reciprocal; None if there is no factor."""
         suffix = SUFFIXES[self.scheme.layout].factor
         return None if suffix is None else self.name + suffix
+
+    @property
+    def has_own_scales(self) -> bool:
+        """See ``PublishedWeight``: where they are no exponents, a weight of 8 bits is in FP8."""
+        return self.scales in self.holders and self.holders[self.scales].dtype(self.scales) in self.scheme.scale_dtypes
 
     @property
     def _shape(self) -> str:
@@ -121,23 +132,24 @@ class PublishedFp4:
         *outer, num_rows, num_inputs = (1, *target.shape) if len(target.shape) < 2 else target.shape
         if len(target.shape) < 2 or num_inputs % self.scheme.group:
             raise WeightsError(
-                f"{self.codes} stands for a weight of shape {list(target.shape)}; in FP4 are matrices, "
+                f"{self.codes} stands for a weight of shape {list(target.shape)}; in {self.scheme.kind} are matrices, "
                 f"whose inputs are a multiple of {self.scheme.group}"
             )
         in_groups = self.scheme.byte_groups
-        packed = (num_inputs // 2,) if in_groups is None else (num_inputs // in_groups, in_groups // 2)
+        num_bytes = num_inputs * self.scheme.bits // 8
+        packed = (num_bytes,) if in_groups is None else (num_inputs // in_groups, in_groups // 2)
         self._check_shape(self.codes, (*outer, num_rows, *packed))
         self._check_shape(self.scales, (*outer, num_rows, num_inputs // self.scheme.group))
-        dtype, wanted = self.holders[self.scales].dtype(self.scales), self.scheme.scale_dtype
-        if dtype != wanted:
-            raise WeightsError(f"{self.scales} is stored as {dtype}; scales of {self.scheme} are {wanted}")
+        dtype, wanted = self.holders[self.scales].dtype(self.scales), self.scheme.scale_dtypes
+        if dtype not in wanted:
+            raise WeightsError(f"{self.scales} is stored as {dtype}; scales of {self.scheme} are {' or '.join(wanted)}")
 
     def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         shape = self.holders[name].shape(name)
         if tuple(shape) != wanted:
             raise WeightsError(f"{name} has shape {shape}; the configuration and {self.scheme} ask for {list(wanted)}")
 
-    def open(self, target: Target, device: torch.device | str) -> "OpenFp4Weight":
+    def open(self, target: Target, device: torch.device | str) -> "OpenMicroscaledWeight":
         """See ``PublishedWeight``."""
         outer = target.shape[:-2]
         if self._shape in self.holders:
@@ -145,18 +157,19 @@ class PublishedFp4:
         for name in self._activations:
             self._read_numbers(name, outer)
         scale_NX = self.holders[self.scales].get(self.scales)
+        scale_NX = scale_NX.view(torch.uint8) if self.scheme.has_exponents else scale_NX
         factor = self._read_factor(outer)
         numbers_NX = scale_numbers(scale_NX)
         if bool((numbers_NX < 0).any()):
             raise WeightsError(f"{self.scales} has negative scales")
-        if not bool(numbers_NX.isfinite().all()) or (self.scheme.is_mxfp4 and bool((scale_NX == E8M0_NAN).any())):
+        if not bool(numbers_NX.isfinite().all()) or (self.scheme.has_exponents and bool((scale_NX == E8M0_NAN).any())):
             raise WeightsError(f"{self.scales} has scales that are not numbers")
         largest = numbers_NX.amax()
-        bound = float(largest * factor.max()) * E2M1[-1]
+        bound = float(largest * factor.max()) * (MAX_E4M3 if self.scheme.bits == 8 else E2M1[-1])
         if bound > MAX_WEIGHT:
             source = self.scales if self.factor is None else self.factor
             raise WeightsError(f"{source} makes weights of up to {bound:.3g} of {self.codes}; limit: {MAX_WEIGHT}")
-        return OpenFp4Weight(self, self.holders[self.codes], scale_NX, factor, target.shape, device)
+        return OpenMicroscaledWeight(self, self.holders[self.codes], scale_NX, factor, target.shape, device)
 
     def _read_factor(self, outer: tuple[int, ...]) -> Tensor:
         """Return the factor of each matrix, float32, of the dimensions before rows and inputs."""
@@ -174,10 +187,10 @@ class PublishedFp4:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OpenFp4Weight:
-    """A weight in FP4 whose codes are read part by part."""
+class OpenMicroscaledWeight:
+    """A weight whose codes are read part by part."""
 
-    published: PublishedFp4
+    published: PublishedMicroscaled
     file: WeightsFile
     scale_NX: Tensor
     """``[..., N, X]``, as published, on the host."""
@@ -194,12 +207,14 @@ class OpenFp4Weight:
         """
         index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         inputs = range(*index[-1].indices(self.shape[-1]))
-        group, unit = self.published.scheme.group, self.published.scheme.byte_groups or 2
+        scheme, group = self.published.scheme, self.published.scheme.group
+        unit = scheme.byte_groups or 8 // scheme.bits
         first = inputs.start % unit
         read = (*index[:-1], slice(inputs.start // unit, -(-inputs.stop // unit)))
-        pairs = self.file.get(self.published.codes, read).to(self.device)
-        pairs = (pairs if unit == 2 else pairs.flatten(-2)).flatten(0, -2)
-        code_NK = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)[:, first : first + len(inputs)]
+        code_NK = self.file.get(self.published.codes, read).to(self.device).view(torch.uint8)
+        code_NK = (code_NK if scheme.byte_groups is None else code_NK.flatten(-2)).flatten(0, -2)
+        if scheme.bits == 4:
+            code_NK = torch.stack((code_NK & 15, code_NK >> 4), dim=-1).flatten(-2)[:, first : first + len(inputs)]
         scale_NX = self.scale_NX[index[:-1]][..., inputs.start // group : -(-inputs.stop // group)].to(self.device)
         factor = self.factor[index[:-2]].to(self.device)
         rows = scale_NX.shape[-2]
@@ -212,12 +227,18 @@ class OpenFp4Weight:
         inputs = range(*index[-1].indices(self.shape[-1]))
         group = self.published.scheme.group
         group_K = torch.arange(inputs.start, inputs.stop, device=code_NK.device) // group - inputs.start // group
-        table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=code_NK.device)
         out_NK = torch.empty_like(code_NK, dtype=dtype)
         step = max(1, CHUNK_ELEMENTS // max(1, len(inputs)))
         for start in range(0, len(out_NK), step):
             rows = slice(start, start + step)
             scaled_NX = scale_numbers(scale_NX[rows]) * factor_N[rows, None]
-            out_NK[rows] = table[code_NK[rows].int()].mul_(scaled_NX[:, group_K])
+            out_NK[rows] = _numbers(code_NK[rows], self.published.scheme.bits).mul_(scaled_NX[:, group_K])
         outer = [len(range(*part.indices(size))) for part, size in zip(index[:-1], self.shape[:-1], strict=True)]
         return out_NK.view(*outer, len(inputs))
+
+
+def _numbers(codes: Tensor, bits: int) -> Tensor:
+    """Return what codes stand for, in float32."""
+    if bits == 8:
+        return codes.view(torch.float8_e4m3fn).float()
+    return torch.tensor((*E2M1, *(-number for number in E2M1)), device=codes.device)[codes.int()]

@@ -1,12 +1,12 @@
-"""Weights in FP4 (e2m1) in kernels: NVFP4 and MXFP4.
+"""Weights in microscaling formats in kernels: numbers in e2m1 (NVFP4, MXFP4) or e4m3 (MXFP8).
 
-Bits of two codes of a word are moved to where two bfloat16 numbers have them (``weights.CODE_BITS``). The lower three
-bits of a code are those of a number whose exponent is 126 too small, denormal ones included. The exponent is corrected
-by scales (tiles) and inputs (few rows), all by powers of two: every operand is exact.
+Bits of two codes of a word are moved to where two bfloat16 numbers have them (``weights.CODE_BITS``). All bits of a
+code but the sign are those of a number whose exponent is too small, denormal ones included (``CODE_EXPONENTS``). The
+exponent is corrected by scales (tiles) and inputs (few rows), all by powers of two: every operand is exact.
 
-A piece is four words of a row, 32 neighbouring inputs. A plane is eight neighbouring inputs of all pieces, two of every
-word: words and halves of a plane are in the order of its inputs. The first two planes of a piece have one scale, the
-last two another one in NVFP4.
+A piece is four words of a row: 32 neighbouring inputs of 4 bits, 16 of 8 bits. A plane is eight neighbouring inputs of
+all pieces, two of every word: words and halves of a plane are in the order of its inputs. Exponents are scales of 32
+inputs, a span. In NVFP4 the first two planes of a piece have one scale, the last two another one.
 
 Shape suffixes: as in ``four_bit_triton.py``; P pieces of a block, I inputs of a piece in a plane, L
 numbers that hold the scales of a block.
@@ -21,25 +21,27 @@ import triton.language as tl
 
 from strandline.kernels.gemm import weights
 from strandline.kernels.gemm.formats.four_bit_triton import join_halves
-from strandline.kernels.gemm.weights import Fp4Weight
+from strandline.kernels.gemm.weights import Fp4Weight, Mxfp8Weight
 
 BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
-BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
-CODES_PER_WORD = tl.constexpr(weights.CODES_PER_WORD)
-PLANES = tl.constexpr(weights.CODES_PER_WORD // 2)
 
-PLANE_INPUTS = tl.constexpr(weights.CODES_PER_WORD)
+PLANE_INPUTS = tl.constexpr(8)
 """Inputs of a piece in a plane."""
 
-PIECES = tl.constexpr(weights.BLOCK_WORDS // 4)
 PIECE_WORDS = tl.constexpr(4)
-PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
+
+SPAN_INPUTS = tl.constexpr(weights.E8M0_GROUP)
+SPANS = tl.constexpr(weights.BLOCK_INPUTS // weights.E8M0_GROUP)
 
 PAIR = tl.constexpr(-0x7E3F7E40)
-"""Mask of the bits of two codes: signs, lowest two bits of exponents, highest of mantissas."""
+"""Mask of the bits of two codes of 4 bits: signs, lowest two bits of exponents, highest of mantissas."""
 
-CODE_EXPONENT = tl.constexpr(126)
-"""Codes, as bits of a number, stand for ``2 ** -126`` times their number."""
+SIGNS = tl.constexpr(-0x7FFF8000)
+MAGNITUDES = tl.constexpr(0x07F007F0)
+"""Masks of the bits of two codes of 8 bits: signs; lowest four bits of exponents, and highest three of mantissas."""
+
+CODE_EXPONENTS = {4: 126, 8: 120}
+"""Codes of this many bits, as bits of a number, stand for ``2 ** -126`` or ``2 ** -120`` times their number."""
 
 SCALE_EXPONENT = tl.constexpr(118)
 """In tiles, scales are multiplied with this power of two, and results with what is missing. Scales of up to 512 are
@@ -50,26 +52,31 @@ INPUT_EXPONENT = tl.constexpr(96)
 denormal then, and inputs of up to ``2 ** 31`` are numbers."""
 
 
-class Fp4Layout(NamedTuple):
-    """What is compiled in of a weight in FP4."""
+class MicroscaledLayout(NamedTuple):
+    """What is compiled in of a weight."""
 
+    codes: int
+    """Codes of a word."""
+    code_exponent: int
+    """``CODE_EXPONENTS`` of these."""
     has_exponents: bool
-    """Whether scales are exponents, one for each piece, else e4m3, two for each."""
+    """Whether scales are exponents, one for each span, else e4m3, two for each piece of 4-bit codes."""
 
     def fit_rows(self, block_n: int) -> int:
         """Return how many rows of a matrix a program may take, at most this number."""
         return block_n
 
 
-def data(weight: Fp4Weight) -> tuple:
-    """Return words and how many a row has, the scales of a piece as one number, and factors."""
+def data(weight: Fp4Weight | Mxfp8Weight) -> tuple:
+    """Return words and how many a row has, the scales of a span as one number, and factors, if there are any."""
     has_exponents = weight.scales.dtype == torch.uint8
     scales = weight.scales if has_exponents else weight.scales.view(torch.int16)
-    return weight.words, weight.words.shape[-1], scales, weight.factors
+    return weight.words, weight.words.shape[-1], scales, weight.factors if isinstance(weight, Fp4Weight) else None
 
 
-def layout(weight: Fp4Weight) -> Fp4Layout:
-    return Fp4Layout(weight.scales.dtype == torch.uint8)
+def layout(weight: Fp4Weight | Mxfp8Weight) -> MicroscaledLayout:
+    bits = 4 if isinstance(weight, Fp4Weight) else 8
+    return MicroscaledLayout(32 // bits, CODE_EXPONENTS[bits], weight.scales.dtype == torch.uint8)
 
 
 @triton.jit
@@ -79,8 +86,8 @@ def _power_of_2(EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def _scales_of_pieces(packed, LAYOUT: tl.constexpr):
-    """Return the scales of the first and of the second half of pieces, in float32."""
+def _scales_of_spans(packed, LAYOUT: tl.constexpr):
+    """Return the scales of the first and of the second half of spans, in float32."""
     if LAYOUT.has_exponents:
         scale = (packed.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         return scale, scale
@@ -91,9 +98,13 @@ def _scales_of_pieces(packed, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _unpack_pairs(words, PLANE: tl.constexpr):
-    """Return a plane as bits of two bfloat16 numbers for each word, ``2 ** -CODE_EXPONENT`` times as large."""
-    if PLANE == 0:
+def _unpack_pairs(words, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return a plane as bits of two bfloat16 numbers for each word, ``2 ** -code_exponent`` times as large."""
+    if LAYOUT.codes == 4 and PLANE == 0:
+        pairs = ((words << 4) & MAGNITUDES) | ((words << 8) & SIGNS)
+    elif LAYOUT.codes == 4:
+        pairs = ((words >> 4) & MAGNITUDES) | (words & SIGNS)
+    elif PLANE == 0:
         pairs = words & PAIR
     elif PLANE == 1:
         bits = words.to(tl.uint32, bitcast=True)
@@ -106,34 +117,36 @@ def _unpack_pairs(words, PLANE: tl.constexpr):
 
 
 @triton.jit
-def _unpack_numbers(words, PLANE: tl.constexpr):
-    """Return the numbers of a plane's even and odd inputs, ``2 ** -CODE_EXPONENT`` times as large, in float32."""
-    pairs = _unpack_pairs(words, PLANE)
+def _unpack_numbers(words, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the numbers of a plane's even and odd inputs, ``2 ** -code_exponent`` times as large, in float32."""
+    pairs = _unpack_pairs(words, PLANE, LAYOUT)
     return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _unpack_plane(words_NW, scale_NK, PLANE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the numbers of a plane times their scales, ``2 ** -CODE_EXPONENT`` times as large."""
-    code_NK = join_halves(_unpack_pairs(words_NW, PLANE), tl.bfloat16)
+def _unpack_plane(words_NW, scale_NK, PLANE: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the numbers of a plane times their scales, ``2 ** -code_exponent`` times as large."""
+    code_NK = join_halves(_unpack_pairs(words_NW, PLANE, LAYOUT), tl.bfloat16)
     # The compiler multiplies two numbers at a time if a sum follows.
     return (code_NK * scale_NK + 0.0).to(DTYPE)
 
 
 @triton.jit
 def _scales_of_planes(packed_NL, IS_FIRST: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the scales of the first or last two planes, ``[N, K]``, times ``2 ** SCALE_EXPONENT``, in bfloat16."""
+    """Return the scales of the first or second half of the planes, ``[N, K]``, times ``2 ** SCALE_EXPONENT``."""
     N: tl.constexpr = packed_NL.shape[0]
+    # Of a span.
+    K: tl.constexpr = 2 * SPAN_INPUTS // LAYOUT.codes
     if LAYOUT.has_exponents:
         # By way of float32: if integers are extended, the compiler moves tiles through shared memory.
-        scale_NP = (packed_NL.to(tl.float32).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        scale_NP = (scale_NP * _power_of_2(SCALE_EXPONENT)).to(tl.bfloat16)
+        scale_NS = (packed_NL.to(tl.float32).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scale_NS = (scale_NS * _power_of_2(SCALE_EXPONENT)).to(tl.bfloat16)
     else:
         # Bits of e4m3 are those of a number in bfloat16 whose exponent is 120 too small.
         bits_NL = ((packed_NL << 4) if IS_FIRST else (packed_NL >> 4)) & 0x07F007F0
         power = _power_of_2((SCALE_EXPONENT + 120) // 2).to(tl.bfloat16)
-        scale_NP = join_halves(bits_NL, tl.bfloat16) * power * power
-    return tl.reshape(tl.broadcast_to(scale_NP[:, :, None], [N, PIECES, PLANE_INPUTS]), [N, 2 * BLOCK_WORDS])
+        scale_NS = join_halves(bits_NL, tl.bfloat16) * power * power
+    return tl.reshape(tl.broadcast_to(scale_NS[:, :, None], [N, SPANS, K]), [N, SPANS * K])
 
 
 @triton.jit
@@ -161,15 +174,17 @@ def tile(
     tl.static_assert(BLOCK_K == BLOCK_INPUTS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
+    BLOCK_WORDS: tl.constexpr = BLOCK_INPUTS // LAYOUT.codes
+    PLANES: tl.constexpr = LAYOUT.codes // 2
     read_N = tl.cast(matrix, tl.int64) * (NUM_PARTS * N) + tl.minimum(col_N, N - 1)
     up_N = read_N + N
     word_W = tl.arange(0, BLOCK_WORDS)
     input_K = tl.arange(0, 2 * BLOCK_WORDS)
-    input_K = input_K // PLANE_INPUTS * PIECE_INPUTS + input_K % PLANE_INPUTS
+    input_K = input_K // PLANE_INPUTS * (PIECE_WORDS * LAYOUT.codes) + input_K % PLANE_INPUTS
     x_KM_ptr = x_ptr + (read_M.to(tl.int64) * stride_x)[None, :] + input_K[:, None]
     words_NW_ptr = weight_ptr + (read_N * num_words)[:, None] + word_W[None, :]
     up_NW_ptr = weight_ptr + (up_N * num_words)[:, None] + word_W[None, :]
-    NUM_PACKED: tl.constexpr = PIECES if LAYOUT.has_exponents else PIECES // 2
+    NUM_PACKED: tl.constexpr = SPANS if LAYOUT.has_exponents else SPANS // 2
     if not LAYOUT.has_exponents:
         scale_ptr = scale_ptr.to(tl.pointer_type(tl.int32))
     packed_L = tl.arange(0, NUM_PACKED)
@@ -190,16 +205,20 @@ def tile(
             else:
                 x_KM = tl.load(x_KM_ptr + start, mask=(start + input_K < K)[:, None], other=0.0)
             scale_NK = _scales_of_planes(packed_NL, plane < PLANES // 2, LAYOUT)
-            code_NK = _unpack_plane(words_NW, scale_NK, plane, DTYPE)
+            code_NK = _unpack_plane(words_NW, scale_NK, plane, DTYPE, LAYOUT)
             acc_NM = tl.dot(code_NK, x_KM, acc_NM, input_precision="ieee")
             if IS_GATED:
                 up_scale_NK = _scales_of_planes(up_packed_NL, plane < PLANES // 2, LAYOUT)
-                up_code_NK = _unpack_plane(up_NW, up_scale_NK, plane, DTYPE)
+                up_code_NK = _unpack_plane(up_NW, up_scale_NK, plane, DTYPE, LAYOUT)
                 acc_up_NM = tl.dot(up_code_NK, x_KM, acc_up_NM, input_precision="ieee")
-    missing = _power_of_2(CODE_EXPONENT - SCALE_EXPONENT)
-    acc_NM *= (tl.load(factor_ptr + read_N) * missing)[:, None]
-    if IS_GATED:
-        acc_up_NM *= (tl.load(factor_ptr + up_N) * missing)[:, None]
+    missing = _power_of_2(LAYOUT.code_exponent - SCALE_EXPONENT)
+    if factor_ptr is None:
+        acc_NM *= missing
+        acc_up_NM *= missing
+    else:
+        acc_NM *= (tl.load(factor_ptr + read_N) * missing)[:, None]
+        if IS_GATED:
+            acc_up_NM *= (tl.load(factor_ptr + up_N) * missing)[:, None]
     return tl.trans(acc_NM), tl.trans(acc_up_NM)
 
 
@@ -208,37 +227,51 @@ def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
     """Return as ``operand_triton.py`` says the numbers of a block."""
     weight_ptr, num_words, scale_ptr, factor_ptr = weight
     N: tl.constexpr = read_N.shape[0]
+    BLOCK_WORDS: tl.constexpr = BLOCK_INPUTS // LAYOUT.codes
     word_W = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    piece_P = block * PIECES + tl.arange(0, PIECES)
+    span_S = block * SPANS + tl.arange(0, SPANS)
     words_NW = tl.load(weight_ptr + (read_N * num_words)[:, None] + word_W[None, :])
-    packed_NP = tl.load(scale_ptr + (read_N * (num_words // PIECE_WORDS))[:, None] + piece_P[None, :])
-    first_NP, second_NP = _scales_of_pieces(packed_NP, LAYOUT)
-    factor_N1 = tl.load(factor_ptr + read_N)[:, None]
-    first = _dequantize_planes(words_NW, first_NP * factor_N1, 0)
-    second = _dequantize_planes(words_NW, second_NP * factor_N1, PLANES // 2)
-    return tl.reshape(tl.permute(tl.join(first, second), [0, 1, 4, 3, 2]), [N, BLOCK_INPUTS])
+    num_spans = num_words * LAYOUT.codes // SPAN_INPUTS
+    packed_NS = tl.load(scale_ptr + (read_N * num_spans)[:, None] + span_S[None, :])
+    first_NS, second_NS = _scales_of_spans(packed_NS, LAYOUT)
+    if factor_ptr is not None:
+        factor_N1 = tl.load(factor_ptr + read_N)[:, None]
+        first_NS *= factor_N1
+        second_NS *= factor_N1
+    number_NPIJ = _dequantize_planes(words_NW, first_NS, 0, LAYOUT)
+    if LAYOUT.codes == 8:
+        number_NPIJ = tl.join(number_NPIJ, _dequantize_planes(words_NW, second_NS, 2, LAYOUT))
+        number_NPIJ = tl.permute(number_NPIJ, [0, 1, 4, 3, 2])
+    else:
+        number_NPIJ = tl.permute(number_NPIJ, [0, 1, 3, 2])
+    return tl.reshape(number_NPIJ, [N, BLOCK_INPUTS])
 
 
 @triton.jit
-def _dequantize_planes(words_NW, scale_NP, FIRST: tl.constexpr):
+def _dequantize_planes(words_NW, scale_NS, FIRST: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the numbers of two planes, ``[N, P, I, 2]``."""
     N: tl.constexpr = words_NW.shape[0]
-    even, odd = _unpack_numbers(words_NW, FIRST)
-    next_even, next_odd = _unpack_numbers(words_NW, FIRST + 1)
+    SPAN_WORDS: tl.constexpr = SPAN_INPUTS // LAYOUT.codes
+    even, odd = _unpack_numbers(words_NW, FIRST, LAYOUT)
+    next_even, next_odd = _unpack_numbers(words_NW, FIRST + 1, LAYOUT)
     numbers = tl.join(tl.join(even, next_even), tl.join(odd, next_odd))
-    numbers = tl.permute(numbers, [0, 1, 3, 2]) * _power_of_2(CODE_EXPONENT)
-    return tl.reshape(numbers, [N, PIECES, PLANE_INPUTS, 2]) * scale_NP[:, :, None, None]
+    numbers = tl.permute(numbers, [0, 1, 3, 2]) * _power_of_2(LAYOUT.code_exponent)
+    numbers = tl.reshape(numbers, [N, SPANS, 2 * SPAN_WORDS, 2]) * scale_NS[:, :, None, None]
+    return tl.reshape(numbers, [N, words_NW.shape[1] // PIECE_WORDS, PLANE_INPUTS, 2])
 
 
 @triton.jit
-def _load_pieces(weight, row_CN, is_1N, start, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_pieces(weight, row_CN, is_1N, start, LAYOUT: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load pieces of rows, ``[J, C, N, W]``, and their scales, ``[J, C, N]``."""
     weight_ptr, num_words, scale_ptr, _ = weight
+    PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
     num_pieces = num_words // PIECE_WORDS
+    num_spans = num_words * LAYOUT.codes // SPAN_INPUTS
     piece_J = start // PIECE_INPUTS + tl.arange(0, BLOCK_K // PIECE_INPUTS)
+    span_J = piece_J * PIECE_INPUTS // SPAN_INPUTS
     word_JW = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
     ptr_JCNW = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JW[:, None, None, :]
-    scale_JCN_ptr = scale_ptr + (row_CN * num_pieces)[None, :, :] + piece_J[:, None, None]
+    scale_JCN_ptr = scale_ptr + (row_CN * num_spans)[None, :, :] + span_J[:, None, None]
     if IS_EVEN:
         words_JCNW = tl.load(ptr_JCNW, eviction_policy="evict_first")
         scales_JCN = tl.load(scale_JCN_ptr)
@@ -268,17 +301,17 @@ def load_rows(
     row_N = first_N + tl.arange(0, BLOCK_N)
     is_1N = (row_N < N)[None, :]
     row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
-    words_JCNW, scales_JCN = _load_pieces(weight, row_CN, is_1N, start, IS_EVEN, BLOCK_K)
+    words_JCNW, scales_JCN = _load_pieces(weight, row_CN, is_1N, start, LAYOUT, IS_EVEN, BLOCK_K)
     up_JCNW, up_scales_JCN = words_JCNW, scales_JCN
     if IS_GATED:
-        up_JCNW, up_scales_JCN = _load_pieces(weight, row_CN + N, is_1N, start, IS_EVEN, BLOCK_K)
+        up_JCNW, up_scales_JCN = _load_pieces(weight, row_CN + N, is_1N, start, LAYOUT, IS_EVEN, BLOCK_K)
     return words_JCNW, scales_JCN, up_JCNW, up_scales_JCN
 
 
 @triton.jit
-def _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, PLANE: tl.constexpr):
+def _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
     """Add the products with the codes of a plane."""
-    even_JCNW, odd_JCNW = _unpack_numbers(words_JCNW, PLANE)
+    even_JCNW, odd_JCNW = _unpack_numbers(words_JCNW, PLANE, LAYOUT)
     acc_JMNW += even_JCNW * even_JMW[:, :, None, :]
     return acc_JMNW + odd_JCNW * odd_JMW[:, :, None, :]
 
@@ -309,6 +342,10 @@ def multiply_rows(
     x_ptr, _, stride_x, _ = x
     _, _, _, factor_ptr = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
+    PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
+    # Halves of a piece with a scale each, or pieces.
+    HALVES: tl.constexpr = 1 if LAYOUT.has_exponents else 2
+    HALF_PLANES: tl.constexpr = LAYOUT.codes // 2 // HALVES
     J: tl.constexpr = BLOCK_K // PIECE_INPUTS
     M: tl.constexpr = row_M.shape[0]
     row_N = first_N + tl.arange(0, BLOCK_N)
@@ -318,28 +355,32 @@ def multiply_rows(
     col_JI = (piece_J * PIECE_INPUTS)[:, None] + tl.arange(0, PLANE_INPUTS)[None, :]
     x_JMI_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JI[:, None, :]
     power = _power_of_2(INPUT_EXPONENT)
-    scales, up_scales = _scales_of_pieces(scales_JCN, LAYOUT), _scales_of_pieces(up_scales_JCN, LAYOUT)
+    scales, up_scales = _scales_of_spans(scales_JCN, LAYOUT), _scales_of_spans(up_scales_JCN, LAYOUT)
     out_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
     out_up_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
-    for half in tl.static_range(2):
+    for half in tl.static_range(HALVES):
         acc_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
         acc_up_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
-        for plane in tl.static_range(half * (PLANES // 2), (half + 1) * (PLANES // 2)):
+        for plane in tl.static_range(half * HALF_PLANES, (half + 1) * HALF_PLANES):
             is_JMI = is_row_M[None, :, None]
             if not IS_EVEN:
                 is_JMI = is_JMI & (col_JI + plane * PLANE_INPUTS < K)[:, None, :]
             x_JMI = tl.load(x_JMI_ptr + plane * PLANE_INPUTS, mask=is_JMI, other=0.0).to(tl.float32) * power
             even_JMW, odd_JMW = tl.split(tl.reshape(x_JMI, [J, M, PIECE_WORDS, 2]))
-            acc_JMNW = _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, plane)
+            acc_JMNW = _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, plane, LAYOUT)
             if IS_GATED:
-                acc_up_JMNW = _add_plane(acc_up_JMNW, up_JCNW, even_JMW, odd_JMW, plane)
+                acc_up_JMNW = _add_plane(acc_up_JMNW, up_JCNW, even_JMW, odd_JMW, plane, LAYOUT)
         out_JMN += tl.sum(acc_JMNW, axis=3) * scales[half]
         if IS_GATED:
             out_up_JMN += tl.sum(acc_up_JMNW, axis=3) * up_scales[half]
-    missing = _power_of_2(CODE_EXPONENT - INPUT_EXPONENT)
-    out_JMN *= (tl.load(factor_ptr + row_CN, mask=is_CN, other=0.0) * missing)[None, :, :]
-    if IS_GATED:
-        out_up_JMN *= (tl.load(factor_ptr + row_CN + N, mask=is_CN, other=0.0) * missing)[None, :, :]
+    missing = _power_of_2(LAYOUT.code_exponent - INPUT_EXPONENT)
+    if factor_ptr is None:
+        out_JMN *= missing
+        out_up_JMN *= missing
+    else:
+        out_JMN *= (tl.load(factor_ptr + row_CN, mask=is_CN, other=0.0) * missing)[None, :, :]
+        if IS_GATED:
+            out_up_JMN *= (tl.load(factor_ptr + row_CN + N, mask=is_CN, other=0.0) * missing)[None, :, :]
     return out_JMN, out_up_JMN
 
 

@@ -1,11 +1,11 @@
-"""Kernels of experts multiply with exactly what weights in FP4 stand for.
+"""Kernels of experts multiply with exactly what weights in microscaling formats stand for.
 
 The ``check_`` functions run on any device; tests/gpu runs them at larger shapes.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ from strandline.kernels.experts.moe import (
     sum_of_chosen,
 )
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, Fp4Weight
-from tests.cpu.kernels.gemm.formats import exact, fp4_weight
+from strandline.kernels.gemm.weights import BLOCK_INPUTS, CodedWeight, Fp4Weight
+from tests.cpu.kernels.gemm.formats import FP4, MXFP8, exact
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -45,6 +45,7 @@ ACTIVATIONS = [SWIGLU, SWIGLU._replace(limit=0.6), RELU_SQUARED]
 FEW = few_pair((32, 128, 1), 64, 1)
 TILES = (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1))
 DENSE_TILES = (Launch(16, 32, 32, 1, 1, 2), Launch(16, 32, 32, 1, 1))
+FORMATS = FP4 | MXFP8
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 """``|out - expected| / |expected|``; the interpreter cuts bfloat16 off where a GPU rounds it."""
 
@@ -59,30 +60,33 @@ def activate(activation: Activation, up: Tensor) -> Tensor:
 
 
 class Case:
-    """Random arguments of a mixture; factors of what no token chose are NaN."""
+    """Random arguments of a mixture; factors, or scales, of what no token chose are NaN."""
 
     def __init__(
-        self, num_tokens: int, shape: Shape, dtype: torch.dtype, device: str, activation: Activation, group: int
+        self, num_tokens: int, shape: Shape, dtype: torch.dtype, device: str, activation: Activation, name: str
     ) -> None:
         num_experts, top_k, channels, size, shared_size = shape
         parts = 1 + activation.is_gated
         self.routing = Routing(top_k, is_normalised=True)
-        options: dict[str, Any] = {"group": group, "device": device}
+        weight = partial(FORMATS[name].weight, device=device)
         self.x_TD = torch.randn(num_tokens, channels, device=device).to(dtype)
         self.logits_TE = torch.randn(num_tokens, num_experts, device=device).to(dtype)
-        up = fp4_weight(num_experts, parts * size, channels, **options)
-        down = fp4_weight(num_experts, channels, size, **options)
+        up = weight(num_experts, parts * size, channels)
+        down = weight(num_experts, channels, size)
         self.experts = ExpertWeights(up, down, activation)
         self.shared: SharedExpert | None = None
-        self.shared_down = fp4_weight(channels, max(1, shared_size), **options)
+        self.shared_down = weight(channels, max(1, shared_size))
         if shared_size:
             projected = torch.randn(num_tokens, parts * shared_size, device=device).to(dtype)
             self.shared = SharedExpert(projected, self.shared_down)
         self.chosen = route.reference(self.logits_TE, None, self.routing)
         is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
         is_idle_E[self.chosen[1].flatten()] = False
-        for weight in (up, down):
-            weight.factors[is_idle_E] = torch.nan
+        for idle in (up, down):
+            if isinstance(idle, Fp4Weight):
+                idle.factors[is_idle_E] = torch.nan
+            else:
+                idle.scales[is_idle_E] = 255
 
     def expected(self, *, with_shared: bool) -> Tensor:
         """Return the result in float64, but for hidden features, which are rounded."""
@@ -127,41 +131,41 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     assert error < TOLERANCES[found.dtype], error
 
 
-DTYPES, GROUPS, CHECKS = (torch.float32, torch.bfloat16), (16, 32), (check_few, check_many, check_dequantized)
+DTYPES, CHECKS = (torch.float32, torch.bfloat16), (check_few, check_many, check_dequantized)
 PAIRS = {
-    (DTYPES[(3 - row + column) % 3 % 2], GROUPS[(row + column) % 3 % 2], activation, shape)
+    (DTYPES[(3 - row + column) % 3 % 2], list(FORMATS)[(row + column) % 3], activation, shape)
     for row, shape in enumerate(SHAPES)
     for column, activation in enumerate(ACTIVATIONS)
 }
-"""For every two of a dtype, a group, an activation and a shape, a case that has both."""
+"""For every two of a dtype, a format, an activation and a shape, a case that has both."""
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
-    ("dtype", "group", "activation", "shape"),
+    ("dtype", "name", "activation", "shape"),
     [
         pytest.param(*case, marks=[] if case in PAIRS else pytest.mark.long)
-        for case in itertools.product(DTYPES, GROUPS, ACTIVATIONS, SHAPES)
+        for case in itertools.product(DTYPES, FORMATS, ACTIVATIONS, SHAPES)
     ],
 )
 def test_experts_multiply_with_what_weights_stand_for(
-    check: Callable[[Case], None], dtype: torch.dtype, group: int, activation: Activation, shape: Shape
+    check: Callable[[Case], None], dtype: torch.dtype, name: str, activation: Activation, shape: Shape
 ) -> None:
     # Pairs suffice: no line of the kernels depends on more than two of the four.
     torch.manual_seed(0)
-    check(Case(3 if check is check_few else 9, shape, dtype, "cpu", activation, group))
+    check(Case(3 if check is check_few else 9, shape, dtype, "cpu", activation, name))
 
 
 @pytest.mark.parametrize("activation", [SWIGLU, RELU_SQUARED])
 def test_ranks_dequantise_their_experts_of_many_tokens(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    case = Case(12, (7, 3, 48, 32, 24), torch.float32, "cpu", activation, 16)
+    case = Case(12, (7, 3, 48, 32, 24), torch.float32, "cpu", activation, "nvfp4")
     num_up, num_channels = case.experts.up.shape[1], case.experts.down.shape[1]
     experts = case.experts._replace(biases=ExpertBiases(torch.randn(7, num_up), torch.randn(7, num_channels)))
     router, shared = Router(case.logits_TE, None, case.routing), SharedOutput(torch.randn_like(case.x_TD))
     num_dequantized = list[int]()
 
-    def counted(out_OI: Tensor, weight: Fp4Weight) -> None:
+    def counted(out_OI: Tensor, weight: CodedWeight) -> None:
         num_dequantized.append(weight.shape[0])
         dequantize_into(out_OI, weight)
 
@@ -183,7 +187,7 @@ def test_ranks_dequantise_their_experts_of_many_tokens(activation: Activation, m
 
 
 def test_pairs_of_parameters_are_complete() -> None:
-    values = (DTYPES, GROUPS, ACTIVATIONS, SHAPES)
+    values = (DTYPES, tuple(FORMATS), ACTIVATIONS, SHAPES)
     for first, second in itertools.combinations(range(4), 2):
         found = {(case[first], case[second]) for case in PAIRS}
         assert found == set(itertools.product(values[first], values[second]))
