@@ -55,7 +55,7 @@ FEW: Final = {
     ScaledWeight: (few_pair((8, 1024, 4), 4, 4), few_pair((4, 512, 1), 8, 4)),
     FourBitWeight: (few_pair((8, 2048, 4), 4, 4), more := few_pair((8, 1024, 2), 4, 1)),
     Fp4Weight: (few_pair((8, 1024, 2), 8, 4), more),
-    Mxfp8Weight: (few_pair((8, 512, 2), 4, 4), few_pair((8, 512, 2), 2, 1)),
+    Mxfp8Weight: (few_pair((4, 512, 2), 2, 1), few_pair((8, 512, 2), 2, 2)),
 }
 """For one token, and for more, where in FP8 a program of one warp of the first product needs no barrier."""
 

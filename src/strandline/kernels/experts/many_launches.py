@@ -89,12 +89,17 @@ FP4: Final = Measured(
     min_dequantized=160,
 )
 
+MXFP8: Final = FP4._replace(
+    decode=(Launch(16, 128, BLOCK_INPUTS, 8, 3), Launch(16, 128, BLOCK_INPUTS, 8, 3)),
+    min_dequantized=128,
+)
+
 MEASURED: Mapping[type, Measured] = {
     DenseWeight: DENSE,
     ScaledWeight: FP8,
     FourBitWeight: FOUR_BIT,
     Fp4Weight: FP4,
-    Mxfp8Weight: FP4,
+    Mxfp8Weight: MXFP8,
 }
 """By the class of the experts' weights."""
 

@@ -153,10 +153,16 @@ FP4: Final = FOUR_BIT._replace(
 )
 
 MXFP8: Final = FP4._replace(
-    rows_one=rows_launch(4, 2048, 4),
+    max_numbers={1: MANY, 4: MANY},
+    rows_one=rows_launch(4, 4096, 4),
     rows_several=rows_launch(4, 1024, 2),
     rows_one_wide=rows_launch(4, 1024, 2),
     rows_several_wide=rows_launch(4, 512, 1),
+    tiles=Tiles(
+        {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), MANY: middle},
+        {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), 32: middle, MANY: FOUR_BIT_MANY},
+        FOUR_BIT_FLOAT32,
+    ),
 )
 
 MEASURED: Final[Mapping[type, Measured]] = {

@@ -170,7 +170,7 @@ def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
     assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
 
 
-def test_weights_in_mxfp8_and_in_fp8_are_told_apart_by_their_scales(tmp_path: Path) -> None:
+def test_scales_tell_mxfp8_and_fp8_apart(tmp_path: Path) -> None:
     others = Tensors()
 
     def quantize_others(tensors: Tensors) -> None:

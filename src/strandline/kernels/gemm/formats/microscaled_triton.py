@@ -8,8 +8,8 @@ A piece is four words of a row: 32 neighbouring inputs of 4 bits, 16 of 8 bits. 
 all pieces, two of every word: words and halves of a plane are in the order of its inputs. Exponents are scales of 32
 inputs, a span. In NVFP4 the first two planes of a piece have one scale, the last two another one.
 
-Shape suffixes: as in ``four_bit_triton.py``; P pieces of a block, I inputs of a piece in a plane, L
-numbers that hold the scales of a block.
+Shape suffixes: as in ``four_bit_triton.py``; P pieces and S spans of a block, I inputs of a piece in a plane, L numbers
+that hold the scales of a block.
 """
 # mypy: ignore-errors
 
