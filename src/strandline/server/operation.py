@@ -1,7 +1,7 @@
 """Endpoints for those who operate a server: whether it works, what it does, and how it is configured."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
@@ -12,6 +12,14 @@ from strandline.server.http.sse import json_response
 from strandline.server.requests.service import Service
 from strandline.version import VERSION, find_commit
 
+WELCOME: Final = """This is Strandline, a server of language models.
+
+  /v1            OpenAI's API: base_url of its clients
+  /              Anthropic's API: base_url of its clients
+  /cache         what is cached and why requests missed, unless --cache-page is off
+  /openapi.json  description of all paths
+"""
+
 
 def add_operation(app: FastAPI, service: Service, flags: Mapping[str, Any]) -> None:
     """Add the endpoints.
@@ -20,9 +28,10 @@ def add_operation(app: FastAPI, service: Service, flags: Mapping[str, Any]) -> N
         flags: what ``/server_info`` shows of the configuration.
     """
 
-    @app.head("/", include_in_schema=False)
-    async def probe() -> Response:
-        return Response()  # Claude Code asks whether the server is there
+    @app.get("/", include_in_schema=False)
+    @app.head("/", include_in_schema=False)  # Claude Code asks whether the server is there
+    async def welcome() -> Response:
+        return PlainTextResponse(WELCOME)
 
     @app.get("/health")
     async def health(request: Request) -> Response:

@@ -153,6 +153,8 @@ def _read(message: Any, *, is_newest: bool) -> MarkedMessage:
         del plain["tool_calls"]
     thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
     thought = thought or _reasoning_of(message.get(REASONING_DETAILS))
+    if not isinstance(thought, str | None):
+        raise RequestError(f"a message's reasoning must be a string, got {thought!r:.100}", param="messages")
     if thought is not None:
         plain |= {name: thought for name in REASONING_FIELDS if name not in plain}
     if message.get("tool_calls"):

@@ -1,5 +1,6 @@
 """The API as raw HTTP: errors, ignored and refused fields, disconnecting clients, small endpoints."""
 
+import gzip
 from typing import Any
 
 import httpx
@@ -16,6 +17,10 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("completions", b"[1, 2, 3, 4, 5]", "the body must be an object, got [1, 2, 3, 4, ...]"),
     ("completions", b'"\xff"', "the body cannot be parsed: 'utf-8' codec can't decode byte 0xff in position 1"),
     ("completions", b'{"max_tokens": 1}', "prompt is missing"),
+    ("completions", b'{"prompt": ' + b"[" * 50_000, "the body cannot be parsed: it is nested too deeply"),
+    ("completions", b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "a number has more than 4300 digits"),
+    ("completions", b'{"prompt": "x", "\\ud800": 1}', "must be a string of valid Unicode"),
+    ("embeddings", b'{"input": "x", "encoding_format": "zz"}', "encoding_format must be 'float' or 'base64'"),
     ("completions", b'{"prompt": ""}', "the prompt is empty"),
     ("completions", b'{"prompt": []}', "the prompt is empty"),
     ("completions", b'{"prompt": [[]]}', "the prompt is empty"),
@@ -52,6 +57,17 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("completions", b'{"prompt": "x", "stop": "\\ud800"}', "not valid Unicode"),
     ("completions", b'{"prompt": "x", "bad_words": ["\\ud800"]}', "not valid Unicode"),
     ("chat/completions", b"{}", "messages is missing"),
+    (
+        "chat/completions",
+        b'{"messages": [{"role": "user", "content": "x"}], '
+        b'"tool_choice": {"type": "function", "function": {"name": "f"}}}',
+        "tool_choice names 'f', but there are no tools",
+    ),
+    (
+        "chat/completions",
+        b'{"messages": [{"role": "assistant", "content": "x", "reasoning": ["y"]}]}',
+        "messages[0]: a message's reasoning must be a string, got ['y']",
+    ),
     ("chat/completions", b'{"messages": []}', "messages must be a list of at least 1 item, got []"),
     ("chat/completions", b'{"messages": ["x"]}', "messages must be a list of objects, got ['x']"),
     ("chat/completions", b'{"messages": [{}]}', "must be a mapping with 'role' and 'content'"),
@@ -106,12 +122,25 @@ def test_prompt_beyond_the_context_has_its_own_code(server: ServerProcess, promp
         assert "raise --max-model-len" in error["message"]
 
 
-def test_a_body_nested_too_deep_is_a_400(server: ServerProcess) -> None:
-    content = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    headers = {"Content-Type": "application/json"}
-    answer = http_post(f"{server.url}/v1/completions", content=content, headers=headers)
+def test_compressed_body_gets_400_naming_the_header(server: ServerProcess) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = http_post(f"{server.url}/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
+    assert "send it without Content-Encoding: gzip" in answer.json()["error"]["message"]
+
+
+def test_parameter_of_a_path_is_named_in_errors(server: ServerProcess) -> None:
+    answer = server.get("/cache/state?engine=first")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == 'engine must be a whole number, got "first"'
+    assert error["param"] == "engine"
+
+
+def test_root_names_the_addresses_of_the_apis(server: ServerProcess) -> None:
+    answer = server.get("/")
+    assert answer.status_code == 200
+    assert all(f"  {path} " in answer.text for path in ("/v1", "/cache", "/openapi.json"))
 
 
 UNSUPPORTED = {

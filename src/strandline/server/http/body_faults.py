@@ -13,11 +13,13 @@ EXPECTED: Final[Mapping[str, str]] = {
     "bool_type": "true or false",
     "dict_type": "an object",
     "float_type": "a number",
+    "int_parsing": "a whole number",
     "int_type": "a whole number",
     "list_type": "a list",
     "model_attributes_type": "an object",
     "model_type": "an object",
     "string_type": "a string",
+    "string_unicode": "a string of valid Unicode",
 }
 """What a field must be, by pydantic's type of error."""
 
@@ -29,6 +31,8 @@ _CONTAINERS.maxstring = _CONTAINERS.maxother = _CONTAINERS.maxlong = MAX_SHOWN
 
 def fault_of(error: RequestValidationError, content_type: str | None) -> tuple[str, str | None]:
     """Return a message about the first fault of a body, and the field at fault; None: the whole body.
+
+    Parameters in the path and the query are fields, too.
 
     Args:
         content_type: the request's header.
@@ -50,6 +54,8 @@ def fault_of(error: RequestValidationError, content_type: str | None) -> tuple[s
 
 def _place(fault: Mapping[str, Any], body: Any) -> Sequence[str]:
     """Return the path of the field at fault, without pydantic's names for the alternatives of a union."""
+    if fault["loc"][0] != "body":
+        return [str(part) for part in fault["loc"][1:]]
     place, value = [], body
     for part in fault["loc"][1:]:
         is_there = part in value if isinstance(value, Mapping) else isinstance(value, list) and isinstance(part, int)
@@ -65,6 +71,8 @@ def _expected(fault: Mapping[str, Any]) -> str:
     match fault["type"]:
         case "value_error":
             return str(context["error"]).removeprefix("must be ")
+        case "literal_error":
+            return str(context["expected"])
         case "greater_than_equal":
             return f"at least {context['ge']}"
         case "too_short":

@@ -3,6 +3,7 @@
 On Anthropic's paths the error has Anthropic's types, and the body ``"type": "error"`` beside it.
 """
 
+import sys
 from collections.abc import Mapping
 from math import ceil
 from typing import Any, Final
@@ -165,8 +166,21 @@ async def _http(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed for {path[:200]}; use {allowed}"
     elif status == 400 and isinstance(error.__cause__, Exception):
-        message = f"the body cannot be parsed: {cause_of(error.__cause__)}"
+        encoding = request.headers.get("content-encoding", "identity")
+        message = f"the body cannot be parsed: {_unparsed(error.__cause__, encoding)}"
     return error_response(path, status, message, headers=error.headers)
+
+
+def _unparsed(cause: Exception, encoding: str) -> str:
+    if encoding != "identity":
+        return f"send it without Content-Encoding: {encoding[:100]}"
+    match cause:
+        case RecursionError():
+            return "it is nested too deeply"
+        case ValueError() if not isinstance(cause, UnicodeError):
+            return f"a number has more than {sys.get_int_max_str_digits()} digits"
+        case _:
+            return cause_of(cause)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

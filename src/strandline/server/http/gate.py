@@ -11,8 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from strandline.server.engines.tenants import owner_digest
 from strandline.server.http.error_responses import error_response
 
-OPEN_PATHS: Final = frozenset({"/health", "/version", "/metrics", "/load", "/cache"})
-"""Paths without a key: health checks, metrics, the load, and the cache page, which prompts for the key."""
+OPEN_PATHS: Final = frozenset({"/", "/health", "/version", "/metrics", "/load", "/cache"})
+"""Paths without a key: the list of paths, health checks, metrics, the load, and the cache page, which prompts for the
+key."""
 
 KEY_SALT: Final = "strandline.key_salt"
 """The scope's field for the prefix of the key's salts."""

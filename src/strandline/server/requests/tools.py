@@ -93,14 +93,12 @@ def toolbox(
         )
     names = [_checked_name(tool) for tool in (*tools, *later_tools)]
     kind, allowed = _choice(choice)
-    if kind in ("required", "named") and not names:
-        raise RequestError(f"tool_choice {kind!r} needs tools", param="tool_choice")
+    if kind == "required" and not names:
+        raise RequestError("tool_choice 'required' needs tools", param="tool_choice")
     for name in allowed or ():
         if name not in names:
-            raise RequestError(
-                f"tool_choice names {name!r:.100}, which is not among the tools {', '.join(names)[:300]}",
-                param="tool_choice",
-            )
+            those = f"which is not among the tools {', '.join(names)[:300]}" if names else "but there are no tools"
+            raise RequestError(f"tool_choice names {name!r:.100}, {those}", param="tool_choice")
     return Toolbox(tools, kind, None if allowed is None else frozenset(allowed), is_parallel, later_tools)
 
 
