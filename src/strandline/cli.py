@@ -56,7 +56,7 @@ SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that rejects abbreviations and suggests the nearest flag in errors."""
+    """A parser that rejects abbreviations and suggests the nearest flag in errors, which do not list all flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -66,6 +66,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._reject(unknown[0], parsed)
         return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -88,7 +91,12 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    options = parser.parse_args(given)
     try:
         code: int = options.run(options)
     except StrandlineError as error:

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -76,7 +77,15 @@ def test_wrong_usage_names_what_was_probably_meant(
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert re.fullmatch(r"(strandline.*): error: .*\nsee \1 --help\n", said)
+
+
+def test_commands_are_listed_if_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert all(f"\n    {command} " in said for command in ("serve", "chat", "explain"))
 
 
 @pytest.mark.parametrize(
