@@ -7,7 +7,6 @@ is stored in its slot, so that a slot that becomes a snapshot can give its next 
 host after the step.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -34,7 +33,7 @@ from strandline.device.steps.cache_actions import CacheActions
 from strandline.device.steps.drafter import Drafts, StepRows
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.device.steps.host_step import HostStep, Layout, StepIndices
-from strandline.device.steps.prompt_logprobs import fetch_prompt_logprobs
+from strandline.device.steps.prompt_logprobs import PromptLogprobs, fetch_prompt_logprobs
 from strandline.device.steps.routed_experts import fetch_routed
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.stores.transfers import Transfers
@@ -175,16 +174,7 @@ class Runner:
         self.carry_out(plan.actions)
         if plan.pictures:
             self._encode(plan.pictures)
-        launched = StepInFlight(plan.sequences, self.device, self.transfers)
-        if self._is_exact_on_cpu:
-            self._compute_one_by_one(plan.sequences, launched)
-        else:
-            with self._threads(plan.num_tokens):
-                self._compute(plan.sequences, launched)
-        if self._memory.routing is not None:
-            fetch_routed(plan.sequences, self._memory.routing, self._states, launched)
-        launched.close()
-        return launched
+        return self._compute_one_by_one(plan.sequences) if self._is_exact_on_cpu else self._compute(plan)
 
     def _encode(self, pictures: Sequence[PictureToEncode]) -> None:
         if self._encoded is None:
@@ -228,33 +218,43 @@ class Runner:
                 progress=progress,
             )
 
-    def _compute(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
-        step, indices, hidden_XE = self._run(sequences, self._graphs, launched)
-        if wanted := step.wanted:
-            launched.take_hidden_states([each.plan_index for each in wanted], hidden_XE[indices.wanted_rows])
-        chosen = self._choose(step, indices, hidden_XE)
-        self._remember(step, chosen)
-        self._draft(step, hidden_XE, chosen, launched)
+    def _compute(self, plan: StepPlan) -> StepInFlight:
+        with self._threads(plan.num_tokens):
+            step, indices, hidden_XE = self._run(plan.sequences, self._graphs)
+            chosen = self._choose(step, indices, hidden_XE)
+            self._remember(step, chosen)
+            drafts = self._draft(step, hidden_XE, chosen)
+            chosen.fetch()
+            is_short = step.captured is None and 0 < plan.num_tokens <= LAUNCH_BOUND_TOKENS
+            return StepInFlight(
+                plan.sequences,
+                chosen,
+                None if drafts is None else drafts.fetch(),
+                self._prompt_logprobs(step, hidden_XE),
+                step.fetch_wanted(indices, hidden_XE),
+                fetch_routed(plan.sequences, self._memory.routing, self._states),
+                self.transfers,
+                self.device,
+                is_launch_bound=is_short and self.device.type == "cuda",
+            )
 
     def _run(
-        self, sequences: Sequence[SequencePlan], graphs: StepGraphs | None, launched: StepInFlight
+        self, sequences: Sequence[SequencePlan], graphs: StepGraphs | None
     ) -> tuple[HostStep, StepIndices, Tensor]:
         """Lay a step out and run the model; return its rows of hidden states."""
         step = self._layout.lay_out_step(sequences, graphs)
         indices = step.upload_indices(self.device)
-        return step, indices, self._hidden(step, indices, launched)
+        return step, indices, self._hidden(step, indices)
 
-    def _hidden(self, step: HostStep, indices: StepIndices, launched: StepInFlight) -> Tensor:
+    def _hidden(self, step: HostStep, indices: StepIndices) -> Tensor:
         """Run the model, and append the stored hidden states that the step needs."""
         parts, graphs, captured = list[Tensor](), self._graphs, step.captured
         if step.batch is not None:
             if graphs is None or captured is None:
-                parts.append(self._run_eagerly(step.batch, launched))
+                parts.append(self._run_eagerly(step.batch))
             else:
                 graphs.replay(captured, step.batch, step.verdicts)
                 parts.append(captured.hidden_TE)
-            if not step.is_decoding:
-                fetch_prompt_logprobs(step, parts[0], self.model.logits, self._states, self.kernels, launched)
         if step.stored:
             parts.append(self.arena.hidden_SE[indices.stored_slots])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -263,7 +263,7 @@ class Runner:
         """Choose tokens; where the host has to compare drafts, do so."""
         candidates, verification, decodes = step.candidates, step.verification, step.captured_decodes
         if not candidates:
-            return Chosen((), torch.empty(0, dtype=torch.int64))
+            return Chosen.joined({})
         count = len(step.rows)
         rows: slice | Tensor = slice(count) if step.is_chosen_from_all else indices.rows_R
         positions_R = None
@@ -295,8 +295,11 @@ class Runner:
         else:
             self._pending.remember(chosen.row_of if step.is_plain else {}, chosen.tokens_R)
 
-    def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen, launched: StepInFlight) -> None:
-        """Fetch the tokens; let the drafter store what it needs, and draft for the next step."""
+    def _prompt_logprobs(self, step: HostStep, hidden_XE: Tensor) -> PromptLogprobs:
+        return fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels)
+
+    def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen) -> Drafts | None:
+        """Let the drafter store what it needs, and draft for the next step; None: no sequence wants drafts."""
         verification, drafts = step.verification, None
         captured = step.captured_decodes or verification
         if self._drafter is not None:
@@ -308,31 +311,33 @@ class Runner:
             captured.finish(chosen, step.num_decodes)
         if verification is not None:
             drafts = Drafts(step.padded_rows, verification.drafts_ND)
-        launched.take(chosen, drafts)
+        return drafts
 
-    def _compute_one_by_one(self, sequences: Sequence[SequencePlan], launched: StepInFlight) -> None:
+    def _compute_one_by_one(self, sequences: Sequence[SequencePlan]) -> StepInFlight:
         """Compute each sequence by itself, a prompt block by block, so that its bits depend on nothing else.
 
         A CPU's GEMMs round by their number of rows, its vectorised functions by where a number is among others. Here
         what computes a token is called with the same shapes in whatever step that happens.
         """
-        chosen = dict[int, Chosen]()
+        chosen, hidden_states, logprobs = dict[int, Chosen](), dict[int, Tensor](), list[PromptLogprobs]()
         for index, sequence in enumerate(sequences):
-            runs = (self._run_part(part, launched) for part in split_by_blocks(sequence))
-            [(step, indices, hidden_XE)] = deque(runs, maxlen=1)
-            if step.wanted:
-                launched.take_hidden_states([index], hidden_XE[-1:].clone())
-            if sequence.is_sampled:
-                with one_thread():
-                    chosen[index] = self._choose(step, indices, hidden_XE)
-        if chosen:
-            together = Chosen.joined(chosen)
-            self._pending.remember(together.row_of, together.tokens_R)
-            launched.take(together)
-
-    def _run_part(self, part: SequencePlan, launched: StepInFlight) -> tuple[HostStep, StepIndices, Tensor]:
-        with self._threads(part.end - part.start):
-            return self._run([part], None, launched)
+            for part in split_by_blocks(sequence):
+                with self._threads(part.end - part.start):
+                    step, indices, hidden_XE = self._run([part], None)
+                    logprobs.append(self._prompt_logprobs(step, hidden_XE))
+                if part.end < sequence.end:
+                    continue
+                for hidden_E in step.fetch_wanted(indices, hidden_XE).values():
+                    hidden_states[index] = hidden_E
+                if sequence.is_sampled:
+                    with one_thread():
+                        chosen[index] = self._choose(step, indices, hidden_XE)
+        together = Chosen.joined(chosen)
+        self._pending.remember(together.row_of, together.tokens_R)
+        together.fetch()
+        routed = fetch_routed(sequences, self._memory.routing, self._states)
+        joined = PromptLogprobs.joined(logprobs)
+        return StepInFlight(sequences, together, None, joined, hidden_states, routed, self.transfers, self.device)
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Return a context that sets the number of threads for a step of this size."""
@@ -343,11 +348,10 @@ class Runner:
         """Apply the cache's actions in order; consecutive folds together."""
         self._actions.carry_out(actions)
 
-    def _run_eagerly(self, host: HostBatch, launched: StepInFlight) -> Tensor:
+    def _run_eagerly(self, host: HostBatch) -> Tensor:
         """Launch the model's kernels one by one; store hidden states: of sequences' ends and cuts in slots, of drafts
         in logs.
         """
-        launched.is_launch_bound = self.device.type == "cuda" and len(host.token_ids_T) <= LAUNCH_BOUND_TOKENS
         batch = to_device(host, self.device, self.kernels)
         if host.has_pending:
             self._pending.resolve(batch.planned)

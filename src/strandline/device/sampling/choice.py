@@ -91,11 +91,11 @@ class Chosen:
 
     @classmethod
     def joined(cls, parts: Mapping[int, "Chosen"]) -> "Chosen":
-        """Return what was chosen for sequences without drafts, one by one, given the index in the plan of each."""
+        """Return what was chosen on a CPU for sequences without drafts, one by one, given their indices in the plan."""
         rows = enumerate(parts.items())
         return cls(
             [part.candidates[0]._replace(plan_index=index, first_row=row) for row, (index, part) in rows],
-            torch.cat([part.tokens_R for part in parts.values()]),
+            torch.cat([torch.empty(0, dtype=torch.int64), *(part.tokens_R for part in parts.values())]),
             {index: tensors for index, part in parts.items() for tensors in part.logprobs.values()},
             {request_id: text for part in parts.values() for request_id, text in part.failures.items()},
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
 from strandline.device.batches.pending import NO_STOPS, PendingTokens
-from strandline.device.hardware.upload import upload_together
+from strandline.device.hardware.upload import download, upload_together
 from strandline.device.sampling.choice import Candidates
 from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
@@ -143,6 +143,13 @@ class HostStep:
         slots = [self.sequences[index].state_src for index in self.stored]
         rows, wanted = self.rows, [self.rows[each.first_row] for each in self.wanted]
         return StepIndices(*upload_together([slots, [] if self.is_chosen_from_all else rows, wanted], device))
+
+    def fetch_wanted(self, indices: StepIndices, hidden_XE: Tensor) -> dict[int, Tensor]:
+        """Begin to copy the hidden states that requests ask for to the host; return them by index in the plan."""
+        if not self.wanted:
+            return {}
+        hidden_NE = download(hidden_XE[indices.wanted_rows].float())
+        return {each.plan_index: hidden_E for each, hidden_E in zip(self.wanted, hidden_NE, strict=True)}
 
 
 class Layout:

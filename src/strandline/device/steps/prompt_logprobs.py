@@ -1,10 +1,10 @@
 """Log-probabilities of prompts' tokens, fetched behind the step that computes them.
 
-Shape suffixes: T rows of the step, N prompt tokens, P part of the vocabulary, E hidden size.
+Shape suffixes: X rows of hidden states, N prompt tokens, P part of the vocabulary, E hidden size.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from strandline.device.sampling.failures import catch_failure
 from strandline.device.sampling.sampler import LogprobTensors
 from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.host_step import HostStep
-from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.kernels.binding import Kernels
 
@@ -21,21 +20,40 @@ LOGPROB_ROWS: Final = 256
 """Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on requests' options."""
 
 
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of the next tokens of prompts, on their way to the host, by request."""
+
+    tensors: Mapping[RequestId, Sequence[LogprobTensors]]
+    failures: Mapping[RequestId, str]
+    """Why some cannot be computed: an exception concerned the request alone."""
+
+    @classmethod
+    def joined(cls, parts: Iterable["PromptLogprobs"]) -> "PromptLogprobs":
+        """Return those of steps that were computed one after the other."""
+        tensors, failures = dict[RequestId, list[LogprobTensors]](), dict[RequestId, str]()
+        for part in parts:
+            failures |= part.failures
+            for request_id, own in part.tensors.items():
+                tensors.setdefault(request_id, []).extend(own)
+        return cls(tensors, failures)
+
+
 def fetch_prompt_logprobs(
     step: HostStep,
-    hidden_TE: Tensor,
+    hidden_XE: Tensor,
     logits: Callable[[Tensor], Tensor],
     states: Mapping[RequestId, SamplingState],
     kernels: Kernels,
-    launched: StepInFlight,
-) -> None:
+) -> PromptLogprobs:
     """Fetch the log-probabilities of prompts' tokens, of those sequences that ask for them.
 
     Deterministic, they are computed by whole blocks: torch's order of sums depends on the number of rows.
     """
     max_rows = BLOCK_TOKENS if kernels.workload.is_deterministic else LOGPROB_ROWS
-    asked = list[tuple[int, SamplingState]]()
-    tokens = list[Sequence[int]]()
+    asked, tokens = list[tuple[int, SamplingState]](), list[Sequence[int]]()
+    found, failures = dict[RequestId, list[LogprobTensors]](), dict[RequestId, str]()
+    if step.is_decoding:
+        return PromptLogprobs(found, failures)
     for index, row in step.first_rows.items():
         sequence = step.sequences[index]
         state = states[sequence.request_id]
@@ -44,10 +62,11 @@ def fetch_prompt_logprobs(
         if state.params.prompt_logprobs is not None and end > sequence.start:
             asked.append((row, state))
             tokens.append(prompt[sequence.start + 1 : end + 1])
-    for (row, state), tokens_N in zip(asked, upload_together(tokens, hidden_TE.device), strict=True):
-        rows_NE, num_top = hidden_TE[row : row + len(tokens_N)], state.params.prompt_logprobs or 0
-        with catch_failure(launched.failures, state.new.request_id):
+    for (row, state), tokens_N in zip(asked, upload_together(tokens, hidden_XE.device), strict=True):
+        rows_NE, num_top = hidden_XE[row : row + len(tokens_N)], state.params.prompt_logprobs or 0
+        own = found[state.new.request_id] = []
+        with catch_failure(failures, state.new.request_id):
             for hidden_NE, token_N in zip(rows_NE.split(max_rows), tokens_N.split(max_rows), strict=True):
                 logits_NP, tops = logits(hidden_NE), [num_top] * len(token_N)
-                tensors = LogprobTensors.of(logits_NP, token_N, tops, kernels.ranks)
-                launched.take_prompt_logprobs(state.new.request_id, tensors)
+                own.append(LogprobTensors.of(logits_NP, token_N, tops, kernels.ranks))
+    return PromptLogprobs(found, failures)

@@ -1,72 +1,44 @@
-"""A step in flight: sampled tokens come to the host at its end, and are read once the device is done."""
+"""A step in flight: what it computes is on its way to the host, and is read once the device is done."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from itertools import takewhile
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from strandline.device.hardware.upload import download
 from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.failures import catch_failure
-from strandline.device.sampling.sampler import LogprobTensors
 from strandline.device.steps.drafter import Drafts
+from strandline.device.steps.prompt_logprobs import PromptLogprobs
+from strandline.device.steps.routed_experts import Routed
 from strandline.device.stores.transfers import Transfers
-from strandline.ids import NO_TOKEN, RequestId
-from strandline.records.plan import RoutedTokens, SequencePlan, StepResult, TokenLogprobs
+from strandline.ids import NO_TOKEN
+from strandline.records.plan import SequencePlan, StepResult, TokenLogprobs
 
 
-class RoutedSpan(NamedTuple):
-    """Tokens of a sequence whose experts are fetched."""
-
-    sequence: int
-    """Its index in the plan."""
-    start: int
-    num_tokens: int
-
-
+@dataclass
 class StepInFlight:
-    """A step in flight."""
+    """A step of which everything has been launched, and what it computes is on its way to the host."""
 
-    def __init__(self, sequences: Sequence[SequencePlan], device: torch.device, transfers: Transfers) -> None:
-        self.is_launch_bound = False
-        """Whether launching took longer than the device needs to run the step."""
-        self._sequences = sequences
-        self._device = device
-        self._transfers = transfers
-        self._chosen = Chosen((), torch.empty(0, dtype=torch.int64), token_ids=[])
-        self._drafts: Drafts | None = None
-        self._prompt_logprobs: dict[RequestId, list[LogprobTensors]] = {}
-        self._hidden_states: list[tuple[Sequence[int], Tensor]] = []
-        """Indices in the plan, and their rows."""
-        self._routed: tuple[Sequence[RoutedSpan], Tensor] | None = None
-        self.failures: dict[RequestId, str] = {}
-        """Why requests have failed so far."""
-        self._done: torch.cuda.Event | None = None
+    sequences: Sequence[SequencePlan]
+    chosen: Chosen
+    drafts: Drafts | None
+    """For the next step; None: no sequence wants any."""
+    prompt_logprobs: PromptLogprobs
+    hidden_states: Mapping[int, Tensor]
+    """Final hidden states by index in the plan, of sequences that ask for them."""
+    routed: Routed | None
+    """The experts of tokens; None: no sequence asks for them."""
+    transfers: Transfers
+    device: InitVar[torch.device]
+    is_launch_bound: bool = False
+    """Whether launching took longer than the device needs to run the step."""
 
-    def take(self, chosen: Chosen, drafts: Drafts | None = None) -> None:
-        """Fetch the tokens of the step, and the drafts after it."""
-        chosen.fetch()
-        self._chosen = chosen
-        self._drafts = None if drafts is None else drafts._replace(tokens_ND=download(drafts.tokens_ND))
-        self.failures |= chosen.failures
-
-    def take_prompt_logprobs(self, request_id: RequestId, tensors: LogprobTensors) -> None:
-        """Fetch the log-probabilities of the next tokens of a sequence's prompt."""
-        self._prompt_logprobs.setdefault(request_id, []).append(tensors)
-
-    def take_hidden_states(self, indices: Sequence[int], hidden_NE: Tensor) -> None:
-        """Fetch the hidden states of sequences, by their indices in the plan."""
-        self._hidden_states.append((indices, download(hidden_NE.float())))
-
-    def take_routed(self, spans: Sequence[RoutedSpan], routed_TC: Tensor) -> None:
-        """Fetch the experts of tokens, those of one span after another."""
-        self._routed = spans, download(routed_TC)
-
-    def close(self) -> None:
+    def __post_init__(self, device: torch.device) -> None:
         """Mark the end of the step on the device."""
-        if self._device.type == "cuda":
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
             self._done = torch.cuda.Event()
             self._done.record()
 
@@ -74,18 +46,18 @@ class StepInFlight:
         """Wait for the device and return the step's result."""
         if self._done is not None:
             self._done.synchronize()
-        token_ids: list[tuple[int, ...]] = [()] * len(self._sequences)
-        candidates = self._chosen.candidates
-        for each, tokens in zip(candidates, self._chosen.read(), strict=True):
+        token_ids: list[tuple[int, ...]] = [()] * len(self.sequences)
+        candidates, failures = self.chosen.candidates, {**self.prompt_logprobs.failures, **self.chosen.failures}
+        for each, tokens in zip(candidates, self.chosen.read(), strict=True):
             token_ids[each.plan_index] = tuple(tokens)
         logprobs, prompt_logprobs = dict[int, list[TokenLogprobs]](), dict[int, list[TokenLogprobs]]()
-        for index, entries in self._chosen.logprobs.items():
-            with catch_failure(self.failures, self._sequences[index].request_id):
+        for index, entries in self.chosen.logprobs.items():
+            with catch_failure(failures, self.sequences[index].request_id):
                 logprobs[index] = [tensors.read()[0] for tensors in entries]
-        if self._prompt_logprobs:
-            for index, sequence in enumerate(self._sequences):
-                with catch_failure(self.failures, sequence.request_id):
-                    parts = self._prompt_logprobs.get(sequence.request_id, ())
+        if self.prompt_logprobs.tensors:
+            for index, sequence in enumerate(self.sequences):
+                with catch_failure(failures, sequence.request_id):
+                    parts = self.prompt_logprobs.tensors.get(sequence.request_id, ())
                     prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
         states = [(each.plan_index, each.state) for each in candidates]
         stopping = [(index, state) for index, state in states if state.stop_finder is not None]
@@ -94,32 +66,19 @@ class StepInFlight:
             logprobs,
             prompt_logprobs,
             self._read_drafts(),
-            self.failures,
+            failures,
             {index: state.stop_string for index, state in stopping if state.stop_string is not None},
             {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
             {index: state.is_bound for index, state in states if state.new.thinking is not None},
-            {
-                index: row_E.numpy().tobytes()
-                for indices, rows_NE in self._hidden_states
-                for index, row_E in zip(indices, rows_NE, strict=True)
-            },
-            self._read_routed(),
-            self._transfers.take(),
+            {index: hidden_E.numpy().tobytes() for index, hidden_E in self.hidden_states.items()},
+            {} if self.routed is None else self.routed.read(),
+            self.transfers.take(),
         )
 
     def _read_drafts(self) -> dict[int, tuple[int, ...]]:
         """Return the drafts that sequences want, by their index, up to the first that could not be chosen."""
-        if self._drafts is None:
+        if self.drafts is None:
             return {}
-        tokens, wanted = self._drafts.tokens_ND.tolist(), [sequence.next_drafts for sequence in self._sequences]
-        rows = self._drafts.rows.items()
+        tokens, wanted = self.drafts.tokens_ND.tolist(), [sequence.next_drafts for sequence in self.sequences]
+        rows = self.drafts.rows.items()
         return {i: tuple(takewhile(NO_TOKEN.__ne__, tokens[row][: wanted[i]])) for i, row in rows if wanted[i]}
-
-    def _read_routed(self) -> dict[int, RoutedTokens]:
-        """Return the experts that were fetched, by index of the sequence."""
-        if self._routed is None:
-            return {}
-        spans, routed_TC = self._routed
-        parts = routed_TC.split([span.num_tokens for span in spans])
-        pairs = zip(spans, parts, strict=True)
-        return {span.sequence: RoutedTokens(span.start, x.numpy().tobytes(), x.shape[1]) for span, x in pairs}
