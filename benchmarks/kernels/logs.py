@@ -29,6 +29,7 @@ from strandline.kernels.sampling.verification import (
     accept_drafts,
     resolve_pending,
 )
+from strandline.records.plan import MAX_STOP_IDS
 
 LOGGED = {**{str(length): length for length in range(LOG_TOKENS + 1)}, "mixed": None}
 """Tokens in every log; mixed: every number is as frequent."""
@@ -195,19 +196,19 @@ def verification(sequences: int) -> Work:
         "next_drafts": full((sequences,), DRAFTS),
         "pending": full((sequences,), PendingToken.MAY_STOP),
         "source_row": index_N,
+        "stop_ids": full((sequences, MAX_STOP_IDS), NO_TOKEN),
     }
     planned = PlannedStep(*(columns[name] for name in PlannedStep._fields))
     sampled = SampledSequences(*(columns[name] for name in SampledSequences._fields))
     last = LastStep.empty(sequences, DRAFTS, torch.get_default_device())
-    stop_ids_XS = full((512, 8), NO_TOKEN)
     tokens_T, table_NM = full((sequences * rows,), 7), full((sequences + 1, num_blocks), 3).int()
     # The last row of each of the two tables of replayed rows is in no chunk.
     undefined = columns["token_ids"].numel() + sequences * DRAFTS + 1
 
     def call(resolve: Any, accept: Any) -> list[Tensor]:
         # No draft agrees, so that the next call finds the same step.
-        tables = resolve(planned, last, stop_ids_XS, DRAFTS)
-        found = (*tables, *accept(sampled, tokens_T, last, stop_ids_XS, table_NM, DRAFTS))
+        tables = resolve(planned, last, DRAFTS)
+        found = (*tables, *accept(sampled, tokens_T, last, table_NM, DRAFTS))
         return [table.flatten()[: -1 if table.numel() == undefined else None] for table in found]
 
     references = (resolve_pending.reference, accept_drafts.reference)

@@ -16,7 +16,7 @@ from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS
 from strandline.kernels.step import locate_rows
-from strandline.records.plan import SequencePlan
+from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
 PLACES = {"token_ids", "positions", "write_blocks", "write_offsets"}
 
@@ -57,7 +57,7 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
     step = PaddedStep(size)
     buffer_I = torch.zeros(step.num_integers, dtype=torch.int64)
     sources = np.arange(1, 1 + len(sequences))
-    host = build_host_batch(sequences, num_decodes, (sources, 2 * sources))
+    host = build_host_batch(sequences, num_decodes, (sources, np.repeat(sources[:, None], MAX_STOP_IDS, axis=1)))
     assert size.has_room_for(host)
     step.fill(buffer_I.numpy(), host)
     # What is left of an earlier step is not written to.
@@ -116,7 +116,7 @@ def test_real_sequences_keep_their_values_and_padding_is_null(
         assert (found["write_blocks"][rows] // 1000 == index).all()
         assert found["last_row"][place] == starts[place + 1] - 1
         assert found["source_row"][place] == index + 1
-        assert found["stop_set"][place] == 2 * (index + 1)
+        assert found["stop_ids"][place].tolist() == [index + 1] * MAX_STOP_IDS
         for name in SequenceColumns._fields[:NUM_PLANNED]:
             assert found[name][place] == getattr(plan, name)
     for name in ("state_src", "state_dst", "log", "pending"):

@@ -28,7 +28,7 @@ from strandline.kernels.sampling.verification import (
     resolve_pending,
 )
 from strandline.kernels.step import locate_rows
-from strandline.records.plan import SequencePlan
+from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 from tests.cpu.device.test_padded_step import sequence
 from tests.interpreter import prepare_interpreter
 
@@ -110,10 +110,10 @@ def test_every_row_is_in_its_place(
                 token_ids = (max(int(last.tokens_P[row]), 0), *plan.token_ids[1:])
                 sequences[index] = plan._replace(state_dst=SlotId(0), token_ids=token_ids)
     sources = np.array(rows_before[: len(sequences)])
-    host = host_of(planned, 0, (sources, np.zeros_like(sources)))
+    host = host_of(planned, 0, (sources, np.full((len(sequences), MAX_STOP_IDS), stop)))
     assert size.has_room_for(host)
     padded.fill(buffer_I.numpy(), host)
-    tables = resolve(padded.planned(buffer_I)[0], last, torch.tensor([[stop]]), DEPTH)
+    tables = resolve(padded.planned(buffer_I)[0], last, DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
     blocks_NM = host.block_table_NM
@@ -246,8 +246,7 @@ def tables_of(padded: PaddedStep, buffer_I: torch.Tensor) -> VerificationTables:
     """Return the tables of a step in which no token is pending."""
     size = padded.size
     last = LastStep.empty(size.num_decodes, size.log_tokens, torch.device("cpu"))
-    none = torch.tensor([[NO_TOKEN]])
-    return resolve_pending.reference(padded.planned(buffer_I)[0], last, none, size.log_tokens)
+    return resolve_pending.reference(padded.planned(buffer_I)[0], last, size.log_tokens)
 
 
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
@@ -319,12 +318,12 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: 
         "verdicts": torch.tensor([*verdicts, *[0] * num_spare]),
         "last_row": torch.tensor([*(end - 1 for end in starts[1:]), 0]),
         "num_drafts": torch.tensor([*map(len, drafts), 0]),
+        "stop_ids": torch.full((num_sequences, 2), stop),
     }
     last = LastStep.empty(num_sequences, DEPTH, torch.device("cpu"))
     table_NM = torch.zeros(num_sequences + 1, 1, dtype=torch.int32)
-    stop_ids_XS = torch.full((1, 2), stop)
     accept = version_of(accept_drafts, backend)
-    found = accept(SampledSequences(**columns), tokens_T, last, stop_ids_XS, table_NM, DEPTH)
+    found = accept(SampledSequences(**columns), tokens_T, last, table_NM, DEPTH)
     assert found.num_accepted_N.tolist() == last.num_accepted_P.tolist() == [*expected, 0]
     assert found.last_row_N.tolist() == [*(start + count for start, count in zip(starts, expected, strict=False)), 0]
     forced = np.array([verdict == Verdict.ACCEPT for verdict in verdicts])
@@ -343,8 +342,8 @@ def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
     kernels = reference_kernels([locate_rows, insert_logged])
     batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
     last = LastStep.empty(4, DEPTH, torch.device("cpu"))
-    tokens_T, stop_ids_XS = torch.zeros(padded.size.num_rows, dtype=torch.int64), torch.tensor([[NO_TOKEN]])
-    accepted = accept_drafts.reference(padded.sampled(buffer_I), tokens_T, last, stop_ids_XS, table_NM, DEPTH)
+    tokens_T = torch.zeros(padded.size.num_rows, dtype=torch.int64)
+    accepted = accept_drafts.reference(padded.sampled(buffer_I), tokens_T, last, table_NM, DEPTH)
     single = single_rows(batch, accepted, 0, torch.arange(5), torch.arange(4))
     is_wanted = num_wanted > 1
     position_N = torch.tensor([62, 63, 64, 65]) + is_wanted

@@ -1,19 +1,41 @@
-"""The table of stop tokens has room for those of any step."""
+"""What the device compares of the tokens that it still has to fill in."""
 
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import pytest
 import torch
 
-from strandline.device.batches.pending import MAX_STOP_SETS, PendingTokens
+from strandline.device.batches.pending import PendingTokens
+from strandline.device.sampling.sampling_state import SamplingState
+from strandline.ids import NO_TOKEN, RequestId
 from strandline.kernels.sampling.verification import resolve_pending
-from strandline.records.plan import MAX_STOP_IDS
+from strandline.records.plan import MAX_STOP_IDS, NewRequest
+from strandline.records.sampling_params import SamplingParams
+from tests.cpu.device.test_padded_step import sequence
+
+CPU = torch.device("cpu")
+PLANS = [sequence(index, 70, 71) for index in range(2)]
 
 
-def test_each_sequence_may_have_its_own_stop_tokens() -> None:
-    kernels: Any = {resolve_pending: resolve_pending}
-    for num_sequences in (3, MAX_STOP_SETS + 100):
-        pending = PendingTokens(num_sequences, 0, torch.device("cpu"), kernels)
-        for first in range(0, 4 * MAX_STOP_SETS, num_sequences):
-            stops = [frozenset({first + index}) for index in range(num_sequences)]
-            rows = pending.stop_ids_XI[pending.stop_sets(stops)].tolist()
-            assert rows == [[*stop, *[-1] * (MAX_STOP_IDS - 1)] for stop in stops]
+def stops_of(*stop_ids: int) -> bytes:
+    new = NewRequest(RequestId("0"), (5,), SamplingParams(), 0, frozenset(stop_ids), ())
+    return SamplingState(new, range(9), CPU).stop_ids
+
+
+def locate(*stops: bytes) -> np.ndarray:
+    pending = PendingTokens(2, 0, CPU, cast(Any, {resolve_pending: resolve_pending}))
+    return pending.locate(PLANS, stops)[1]
+
+
+def test_each_sequence_has_its_own_stop_tokens() -> None:
+    found = locate(stops_of(7, 9), stops_of())
+    assert [sorted(row) for row in found.tolist()] == [
+        [NO_TOKEN] * (MAX_STOP_IDS - 2) + [7, 9],
+        [NO_TOKEN] * MAX_STOP_IDS,
+    ]
+
+
+def test_more_stop_tokens_than_the_device_compares_are_refused() -> None:
+    with pytest.raises(ValueError, match="reshape"):
+        locate(stops_of(*range(MAX_STOP_IDS + 1)), stops_of())

@@ -28,13 +28,13 @@ from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import PlannedStep
 from strandline.kernels.step import RowAddresses, locate_rows
 from strandline.records.actions import FoldLog
-from strandline.records.plan import SequencePlan
+from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
-Column = TypeVar("Column")
+Column = TypeVar("Column", np.ndarray, Tensor)
 
 
 class SequenceColumns(NamedTuple, Generic[Column]):
-    """An integer of every sequence by name: int64 ``[N]``, arrays on the host or tensors on the device.
+    """What every sequence has, by name: int64 ``[N]``, arrays on the host or tensors on the device.
 
     A column named here is included in batches, padded steps and CUDA graphs.
     """
@@ -58,8 +58,8 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     """The sequence's last row of the step."""
     source_row: Column
     """Index of a pending token among the last step's sampled tokens."""
-    stop_set: Column
-    """Which of the known sets of stop tokens may end it."""
+    stop_ids: Column
+    """``[N, MAX_STOP_IDS]``: stop tokens that may end it, which the device compares; ``NO_TOKEN``: none."""
 
 
 NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
@@ -231,15 +231,16 @@ def build_host_batch(
         pending_rows: as ``PendingTokens.locate`` returns them; None: no token is pending.
         draft_tokens: that a log has room for.
     """
-    columns_FN = np.zeros((len(SequenceColumns._fields), len(sequences)), dtype=np.int64)
+    columns_FN = np.zeros((NUM_PLANNED + 2, len(sequences)), dtype=np.int64)
     columns_FN[:NUM_PLANNED] = np.array(list(map(PLANNED_FIELDS, sequences)), dtype=np.int64).T
-    columns: SequenceColumns[np.ndarray] = SequenceColumns(*columns_FN)
+    stop_ids = np.zeros((len(sequences), MAX_STOP_IDS), dtype=np.int64) if pending_rows is None else pending_rows[1]
+    columns: SequenceColumns[np.ndarray] = SequenceColumns(*[*columns_FN, stop_ids])
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(columns.end - columns.start, out=query_starts[1:])
     offsets = place_pictures(sequences, columns.rotary_delta)
     columns.last_row[:] = query_starts[1:] - 1
     if pending_rows is not None:
-        columns.source_row[:], columns.stop_set[:] = pending_rows
+        columns.source_row[:] = pending_rows[0]
     if query_starts[-1] == len(sequences):
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:

@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
-from strandline.device.batches.batch import HostBatch, HostReplay, SequenceColumns, planned_step, windowed
+from strandline.device.batches.batch import Column, HostBatch, HostReplay, SequenceColumns, planned_step, windowed
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -44,6 +44,7 @@ from strandline.kernels.sampling.verification import (
     VerificationTables,
 )
 from strandline.kernels.step import locate_rows
+from strandline.records.plan import MAX_STOP_IDS
 
 ADAPTER_COLUMNS: Final = ("adapter_rows", "adapter_slots", "adapter_slots_of_rows")
 """Names of ``TiledRows`` in the buffer."""
@@ -151,6 +152,7 @@ class PaddedStep:
         lengths = {
             "token_ids": size.num_rows,
             **dict.fromkeys(SequenceColumns._fields, size.num_sequences),
+            "stop_ids": size.num_sequences * MAX_STOP_IDS,
             "query_starts": size.num_sequences + 1,
             "first_chunks": size.num_prompts + 1 if size.num_prompts else 0,
             **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
@@ -168,13 +170,15 @@ class PaddedStep:
             start += -(-length // ALIGN_ITEMS) * ALIGN_ITEMS
         self.num_integers = start
 
-    def named(self, buffer_I: Tensor) -> dict[str, Tensor]:
+    def named(self, buffer_I: Column) -> dict[str, Column]:
         """Return the parts of a buffer."""
-        return {name: buffer_I[part] for name, part in self._slices.items()}
+        parts = {name: buffer_I[part] for name, part in self._slices.items()}
+        return {**parts, "stop_ids": parts["stop_ids"].reshape(-1, MAX_STOP_IDS)}
 
     def columns(self, buffer_I: Tensor, sequences: slice = slice(None)) -> SequenceColumns[Tensor]:
-        """Return the parts of a buffer that hold an integer of every sequence, or of consecutive ones."""
-        return SequenceColumns(*(buffer_I[self._slices[name]][sequences] for name in SequenceColumns._fields))
+        """Return the parts of a buffer that hold what every sequence has, or consecutive ones."""
+        named = self.named(buffer_I)
+        return SequenceColumns(*(named[name][sequences] for name in SequenceColumns._fields))
 
     def planned(self, buffer_I: Tensor) -> list[PlannedStep]:
         """Return what the device completes: all sequences or, in a step with drafts, decodes and then prompts."""
@@ -299,7 +303,7 @@ class PaddedStep:
     def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
         """Write a step that there is room for into a buffer of zeros."""
         size, num_decodes, num_rows = self.size, host.num_decodes, host.num_decode_rows
-        named = {name: buffer_I[part] for name, part in self._slices.items()}
+        named = self.named(buffer_I)
         named["token_ids"][:num_rows] = host.token_ids_T[:num_rows]
         for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
             named[name][:num_decodes] = column[:num_decodes]

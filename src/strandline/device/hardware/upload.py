@@ -11,40 +11,37 @@ import torch
 from torch import Tensor
 
 ALIGN_ITEMS = 16
-"""Arrays that are uploaded together start on multiples of this, so that no kernel is compiled for another alignment."""
+"""Integers that come together start on multiples of this, so that no kernel is compiled for another alignment."""
+
+ALIGN_BYTES = 8 * ALIGN_ITEMS
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
     """Return an array's values on the device; on a CPU the tensor shares the array's memory."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return upload_together([values], device)[0]
+
+
+def upload_together(values: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return arrays on the device, by a single copy; integers that are in no array become int64."""
+    arrays = [np.ascontiguousarray(x) if isinstance(x, np.ndarray) else np.array(x, dtype=np.int64) for x in values]
     if device.type == "cpu":
-        return tensor
+        return [torch.from_numpy(array) for array in arrays]
+    starts = [0, *accumulate(-(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES for array in arrays)]
     # Allocated pinned and filled, not pinned afterwards: that would ask the driver about the address first.
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
-
-
-def upload_together(columns: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return columns of integers on the device as int64, by a single copy, and arrays of float64 as such."""
-    arrays = [np.asarray(column, dtype=None if _is_float(column) else np.int64) for column in columns]
-    if not any(map(len, arrays)):
-        return [torch.empty(0, dtype=torch.int64, device=device)] * len(arrays)
-    if device.type == "cpu":
-        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    lengths = [-(-len(array) // ALIGN_ITEMS) * ALIGN_ITEMS for array in arrays]
-    starts = [0, *accumulate(lengths)]
-    pinned = torch.empty(starts[-1], dtype=torch.int64, pin_memory=True)
-    host = pinned.numpy()
+    pinned = torch.empty(starts[-1] // 8, dtype=torch.int64, pin_memory=True)
+    host = pinned.numpy().view(np.uint8)
     for start, array in zip(starts, arrays, strict=False):
-        host[start : start + len(array)] = array.view(np.int64)
+        host[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     together = pinned.to(device, non_blocking=True)
-    parts = [together[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
-    return [
-        part.view(torch.float64) if _is_float(column) else part for part, column in zip(parts, columns, strict=True)
-    ]
+    return [_part(together, start // 8, array) for start, array in zip(starts, arrays, strict=False)]
 
 
-def _is_float(column: Sequence[int] | np.ndarray) -> bool:
-    return isinstance(column, np.ndarray) and column.dtype == np.float64
+def _part(together: Tensor, first: int, array: np.ndarray) -> Tensor:
+    """Return the tensor of an array whose bytes begin at an item of int64."""
+    part = together[first : first + -(-array.nbytes // 8)]
+    if array.dtype != np.int64:
+        part = part.view(torch.from_numpy(array).dtype)[: array.size]
+    return part if array.ndim == 1 else part.view(array.shape)
 
 
 def download(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Shape suffixes: P the rank's part of the vocabulary.
 """
 
 import logging
+from array import array
 from typing import Final
 
 import numpy as np
@@ -13,11 +14,15 @@ from torch import Tensor
 from strandline.device.hardware.upload import upload
 from strandline.device.sampling.allowed_tokens import forbidden_mask
 from strandline.device.sampling.grammar_mask import GuardedMatcher
+from strandline.ids import NO_TOKEN
 from strandline.records.failures import OUTPUT_FAILED
-from strandline.records.plan import NewRequest
+from strandline.records.plan import MAX_STOP_IDS, NewRequest
 from strandline.records.stop_strings import StopFinder
 
 LOGGER: Final = logging.getLogger(__name__)
+
+NO_STOPS: Final = array("q", [NO_TOKEN] * MAX_STOP_IDS).tobytes()
+"""The stop tokens of a request that has none, as the device compares them: int64 each."""
 
 
 class SamplingState:
@@ -45,6 +50,8 @@ class SamplingState:
         self.num_stop_tokens = 0
         """The last tokens known to the host that belong to a stop string, or may do so."""
         self.params = new.params
+        self.stop_ids = array("q", new.stop_ids).tobytes() + NO_STOPS[8 * len(new.stop_ids) :]
+        """Its stop tokens as the device compares them, if there are no more than ``MAX_STOP_IDS``."""
         self.output_ids: list[int] = []
         """Output tokens that the host has received."""
         self.num_sampled = 0

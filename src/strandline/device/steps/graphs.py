@@ -248,8 +248,8 @@ class StepGraphs:
     def _verify(self, step: CapturedStep) -> None:
         """Count the drafts that agree, store hidden states, and draft for the next step."""
         decodes, pending, size = step.planned[0], self._pending, step.padded.size
-        accept, stop_ids_XI, table_NM = self._kernels[accept_drafts], pending.stop_ids_XI, step.block_table_NM
-        accepted = accept(step.sampled, step.tokens_T, pending.last, stop_ids_XI, table_NM, size.draft_tokens)
+        accept, table_NM = self._kernels[accept_drafts], step.block_table_NM
+        accepted = accept(step.sampled, step.tokens_T, pending.last, table_NM, size.draft_tokens)
         step.num_accepted_N = accepted.num_accepted_N
         replay, arena = (step.batch.verified or step.batch.recurrent).replay, self._arena
         first_rows_N = decodes.query_starts[: len(decodes.state_dst)]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
-from strandline.device.batches.pending import NO_STOPS, PendingTokens
+from strandline.device.batches.pending import PendingTokens
 from strandline.device.hardware.upload import download, upload_together
 from strandline.device.sampling.choice import Candidates
-from strandline.device.sampling.sampling_state import SamplingState
+from strandline.device.sampling.sampling_state import NO_STOPS, SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.errors import EngineError
@@ -227,7 +227,7 @@ class Layout:
                 raise EngineError(
                     f"requests {pending} were planned before tokens were known that the host has to compare"
                 )
-        stops = [state.new.stop_ids if yes else NO_STOPS for state, yes in zip(states, are_compared, strict=True)]
+        stops = [state.stop_ids if yes else NO_STOPS for state, yes in zip(states, are_compared, strict=True)]
         return self._pending.locate(ordered, stops)
 
     def _candidates(

@@ -54,7 +54,8 @@ def fetch_routed(
         state.num_routed = sequence.start + sequence.num_certain
         position_T = np.arange(start, sequence.end)
         spans[index] = start, len(position_T)
-        blocks.append(np.frombuffer(sequence.block_table, dtype=np.int32)[position_T // BLOCK_TOKENS])
+        block_M = np.frombuffer(sequence.block_table, dtype=np.int32).astype(np.int64)
+        blocks.append(block_M[position_T // BLOCK_TOKENS])
         offsets.append(position_T % BLOCK_TOKENS)
     if not spans:
         return None

@@ -8,8 +8,8 @@ Every sequence of the step has as many places for logged tokens as there can be,
 these: where its own rows are among the replayed ones does not depend on how many there are.
 
 Shape suffixes: T rows of the step, R the same and those replayed (and one of no token), N sequences, C chunks,
-D drafts of a sequence, F all of these but the first, L places of its log, P sequences of the last step, X sets of stop
-tokens, S their tokens, M blocks per table.
+D drafts of a sequence, F all of these but the first, L places of its log, P sequences of the last step, S stop tokens
+of a sequence, M blocks per table.
 """
 
 from enum import IntEnum
@@ -59,7 +59,8 @@ class PlannedStep(NamedTuple):
     pending: Tensor
     source_row: Tensor
     """The sequence's row in the last step, if its token is pending."""
-    stop_set: Tensor
+    stop_ids: Tensor
+    """``[N, S]``: tokens that end the sequence if they are pending; ``NO_TOKEN``: none."""
 
 
 class SampledSequences(NamedTuple):
@@ -75,7 +76,8 @@ class SampledSequences(NamedTuple):
     num_drafts: Tensor
     next_drafts: Tensor
     rotary_delta: Tensor
-    stop_set: Tensor
+    stop_ids: Tensor
+    """``[N, S]``: tokens that are not counted as drafts."""
 
 
 class LastStep(NamedTuple):
@@ -135,9 +137,7 @@ class AcceptedDrafts(NamedTuple):
 
 
 @operation(triton("sampling.verification_triton"))
-def resolve_pending(
-    planned: PlannedStep, last: LastStep, stop_ids_XS: Tensor, log_tokens: int = 0
-) -> VerificationTables | None:
+def resolve_pending(planned: PlannedStep, last: LastStep, log_tokens: int = 0) -> VerificationTables | None:
     """Complete sequences that were planned before the tokens of the last step were known; return the step's tables.
 
     Where a token is pending, it is filled in, and drafts after it are. Where it is one of the sequence's stop tokens,
@@ -154,7 +154,7 @@ def resolve_pending(
     count = len(planned.start)
     is_pending_N = planned.pending != 0
     token_N = last.tokens_P[planned.source_row]
-    is_stop_N = (stop_ids_XS[planned.stop_set] == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
+    is_stop_N = (planned.stop_ids == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
     planned.state_dst.masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
     taken_ND = torch.cat((token_N[:, None], last.drafts_PD[planned.source_row]), 1).clamp_min(0)
     row_ND = planned.query_starts[:count, None] + torch.arange(taken_ND.shape[1], device=token_N.device)
@@ -221,7 +221,6 @@ def accept_drafts(
     sampled: SampledSequences,
     tokens_T: Tensor,
     last: LastStep,
-    stop_ids_XS: Tensor,
     block_table_NM: Tensor,
     draft_tokens: int,
 ) -> AcceptedDrafts:
@@ -242,8 +241,7 @@ def accept_drafts(
     index_D = torch.arange(draft_tokens, device=tokens_T.device)
     first_row_N = sampled.last_row - sampled.num_drafts
     row_ND = (first_row_N[:, None] + index_D).clamp_max(num_rows - 1)
-    stop_ids_N1S = stop_ids_XS[sampled.stop_set][:, None, :]
-    is_stop_ND = (tokens_T[row_ND][:, :, None] == stop_ids_N1S).any(-1)
+    is_stop_ND = (tokens_T[row_ND][:, :, None] == sampled.stop_ids[:, None]).any(-1)
     agrees_ND = agrees_T[row_ND] & (index_D < sampled.num_drafts[:, None]) & ~is_stop_ND
     num_accepted_N = agrees_ND.long().cumprod(1).sum(1)
     last_row_N = first_row_N + num_accepted_N

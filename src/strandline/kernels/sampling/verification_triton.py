@@ -30,11 +30,11 @@ NUM_WARPS = 1
 
 
 @triton.jit
-def _is_stop(token, stop_ids_ptr, stop_set, NUM_STOPS: tl.constexpr):
-    """Return whether tokens are in a set of stop tokens, or none could be chosen."""
+def _is_stop(token, stop_ids_ptr, n, NUM_STOPS: tl.constexpr):
+    """Return whether tokens are stop tokens of a sequence, or none could be chosen."""
     is_stop = token < 0
     for i in tl.static_range(NUM_STOPS):
-        is_stop = is_stop | (tl.load(stop_ids_ptr + stop_set * NUM_STOPS + i) == token)
+        is_stop = is_stop | (tl.load(stop_ids_ptr + n * NUM_STOPS + i) == token)
     return is_stop
 
 
@@ -64,7 +64,7 @@ def _num_real(query_starts_ptr, num_sequences, BLOCK_N: tl.constexpr):
         "num_drafts_ptr",
         "pending_ptr",
         "source_row_ptr",
-        "stop_set_ptr",
+        "stop_ids_ptr",
     ],
 )
 def _resolve_kernel(
@@ -78,11 +78,10 @@ def _resolve_kernel(
     num_drafts_ptr,
     pending_ptr,
     source_row_ptr,
-    stop_set_ptr,
+    stop_ids_ptr,
     num_accepted_ptr,
     tokens_ptr,
     drafts_ptr,
-    stop_ids_ptr,
     first_chunks_ptr,
     starts_ptr,
     lengths_ptr,
@@ -131,7 +130,7 @@ def _resolve_kernel(
         if tl.load(pending_ptr + n) != 0:
             source = tl.load(source_row_ptr + n)
             token = tl.load(tokens_ptr + source)
-            slot = tl.where(_is_stop(token, stop_ids_ptr, tl.load(stop_set_ptr + n), NUM_STOPS), 0, slot)
+            slot = tl.where(_is_stop(token, stop_ids_ptr, n, NUM_STOPS), 0, slot)
             tl.store(state_dst_ptr + n, slot)
             draft_ptrs_E = drafts_ptr + source * drafts_stride + place_E - 1
             draft_E = tl.load(draft_ptrs_E, mask=is_row_E & (place_E > 0), other=0)
@@ -187,9 +186,7 @@ def _resolve_kernel(
             tl.store(step_rows_ptr + row_E, end_R - 1, mask=is_spare_E)
 
 
-def resolve_pending(
-    planned: PlannedStep, last: LastStep, stop_ids_XS: Tensor, log_tokens: int = 0
-) -> VerificationTables | None:
+def resolve_pending(planned: PlannedStep, last: LastStep, log_tokens: int = 0) -> VerificationTables | None:
     """As ``verification.resolve_pending``; all tensors contiguous."""
     count, depth = len(planned.start), 0
     tables = None
@@ -197,11 +194,11 @@ def resolve_pending(
         depth = len(planned.token_ids) // count - 1
         tables = _empty_tables(count, depth, log_tokens, planned.start.device)
     _resolve_kernel[(count if tables is None else count + 1,)](
-        *planned, *last, stop_ids_XS, *(tables or (None,) * len(VerificationTables._fields)),
+        *planned, *last, *(tables or (None,) * len(VerificationTables._fields)),
         count, last.drafts_PD.stride(0),
-        NUM_STOPS=stop_ids_XS.shape[1], CHUNKS=CHUNKS_OF_SEQUENCE, D=depth, L=log_tokens,
+        NUM_STOPS=planned.stop_ids.shape[1], CHUNKS=CHUNKS_OF_SEQUENCE, D=depth, L=log_tokens,
         BLOCK_E=next_power_of_2(1 + depth), BLOCK_L=next_power_of_2(max(log_tokens, 1)), BLOCK_N=BLOCK_SEQUENCES,
-        num_warps=NUM_WARPS, **overlap_options(stop_ids_XS),
+        num_warps=NUM_WARPS, **overlap_options(planned.token_ids),
     )  # fmt: skip
     return tables
 
@@ -238,11 +235,10 @@ def _accept_kernel(
     num_drafts_ptr,
     next_drafts_ptr,
     rotary_delta_ptr,
-    stop_set_ptr,
+    stop_ids_ptr,
     tokens_ptr,
     last_accepted_ptr,
     last_tokens_ptr,
-    stop_ids_ptr,
     block_table_ptr,
     num_accepted_ptr,
     last_row_ptr,
@@ -270,10 +266,9 @@ def _accept_kernel(
     row_E = tl.minimum(first_row + place_E, num_rows - 1)
     inputs = (tokens_ptr, token_ids_ptr, verdicts_ptr)
     token_E, verdict_E, draft_E = _chosen(*inputs, row_E, place_E <= D, num_rows, ACCEPT)
-    stop_set = tl.load(stop_set_ptr + n)
     is_stop_E = tl.zeros([BLOCK_E], dtype=tl.int1)
     for i in tl.static_range(NUM_STOPS):
-        is_stop_E = is_stop_E | (tl.load(stop_ids_ptr + stop_set * NUM_STOPS + i) == token_E)
+        is_stop_E = is_stop_E | (tl.load(stop_ids_ptr + n * NUM_STOPS + i) == token_E)
     agrees_E = (token_E == draft_E) & (verdict_E != REJECT) & (place_E < num_drafts) & (place_E < D)
     agrees_E = agrees_E & (is_stop_E == 0)
     num_accepted = tl.min(tl.where(agrees_E, BLOCK_E, place_E)).to(tl.int64)
@@ -308,7 +303,6 @@ def accept_drafts(
     sampled: SampledSequences,
     tokens_T: Tensor,
     last: LastStep,
-    stop_ids_XS: Tensor,
     block_table_NM: Tensor,
     draft_tokens: int,
 ) -> AcceptedDrafts:
@@ -321,9 +315,9 @@ def accept_drafts(
         )
     )
     _accept_kernel[(count,)](
-        *sampled, tokens_T, last.num_accepted_P, last.tokens_P, stop_ids_XS, block_table_NM, *accepted,
+        *sampled, tokens_T, last.num_accepted_P, last.tokens_P, block_table_NM, *accepted,
         count, num_rows, block_table_NM.shape[1], block_table_NM.stride(0),
-        NUM_STOPS=stop_ids_XS.shape[1], D=draft_tokens, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
+        NUM_STOPS=sampled.stop_ids.shape[1], D=draft_tokens, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
         BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_E=next_power_of_2(1 + draft_tokens), BLOCK_T=BLOCK_ROWS, num_warps=NUM_WARPS,
     )  # fmt: skip
     return accepted

@@ -45,7 +45,6 @@ class Step(NamedTuple):
 
     planned: PlannedStep
     last: LastStep
-    stop_ids_XS: Tensor
     log_tokens: int
     sampled: SampledSequences
     tokens_T: Tensor
@@ -59,8 +58,7 @@ class Step(NamedTuple):
             for tensors in (self.planned, self.last, self.sampled)
         )
         others = (self.tokens_T.clone().to(device), self.block_table_NM.clone().to(device))
-        stop_ids_XS = self.stop_ids_XS.to(device)
-        return Step(planned, last, stop_ids_XS, self.log_tokens, sampled, *others, self.draft_tokens)
+        return Step(planned, last, self.log_tokens, sampled, *others, self.draft_tokens)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -68,10 +66,9 @@ class Step(NamedTuple):
         return (*self.planned, *self.last, *self.sampled, self.tokens_T, self.block_table_NM)
 
     @property
-    def outcome(self) -> tuple[SampledSequences, Tensor, LastStep, Tensor, Tensor, int]:
+    def outcome(self) -> tuple[SampledSequences, Tensor, LastStep, Tensor, int]:
         """What ``accept_drafts`` takes."""
-        tables = (self.stop_ids_XS, self.block_table_NM)
-        return self.sampled, self.tokens_T, self.last, *tables, self.draft_tokens
+        return self.sampled, self.tokens_T, self.last, self.block_table_NM, self.draft_tokens
 
 
 PROMPTS = st.lists(st.integers(1, 99), max_size=3)
@@ -119,6 +116,8 @@ def steps(
     verdicts = random(2, num_rows)
     verdicts[query_starts[1:-1] - 1] = Verdict.COMPARE
     verdicts[-1] = Verdict.COMPARE
+    # Any of these may be a sequence's.
+    stop_ids_XS = torch.tensor([[NO_TOKEN, NO_TOKEN], [3, NO_TOKEN], [0, 2]])
     planned = PlannedStep(
         token_ids=random(4, num_rows),
         query_starts=query_starts,
@@ -130,7 +129,7 @@ def steps(
         num_drafts=num_drafts_N,
         pending=pending,
         source_row=source_row,
-        stop_set=random(2, count) * is_real_N,
+        stop_ids=stop_ids_XS[random(2, count) * is_real_N],
     )
     # Prompts, after the rows of no sequence.
     prompt_ends_N = prompt_rows.cumsum(0)
@@ -145,22 +144,21 @@ def steps(
         num_drafts=torch.cat((num_drafts_N, none_N)),
         next_drafts=random(depth, count + num_prompts),
         rotary_delta=-random(100, count + num_prompts),
-        stop_set=torch.cat((planned.stop_set, random(2, num_prompts))),
+        stop_ids=torch.cat((planned.stop_ids, stop_ids_XS[random(2, num_prompts)])),
     )
     tokens_T = random(4, num_all, least=NO_TOKEN)
     if draw(st.booleans()):
         # Most drafts agree.
         tokens_T = torch.where(random(3, num_all) > 0, sampled.token_ids.roll(-1), tokens_T)
-    stop_ids_XS = torch.tensor([[NO_TOKEN, NO_TOKEN], [3, NO_TOKEN], [0, 2]])
     block_table_NM = random(10**6, count + num_prompts + 1, MOST_BLOCKS, least=1).to(torch.int32)
-    return Step(planned, last, stop_ids_XS, log_tokens, sampled, tokens_T, block_table_NM, depth)
+    return Step(planned, last, log_tokens, sampled, tokens_T, block_table_NM, depth)
 
 
 def check_tables(step: Step, device: str) -> None:
     expected_of, found_of = step.to("cpu"), step.to(device)
-    expected = verification.resolve_pending.reference(*expected_of[:4])
+    expected = verification.resolve_pending.reference(*expected_of[:3])
     with poisoned_memory():
-        found = resolve_pending(*found_of[:4])
+        found = resolve_pending(*found_of[:3])
     assert_equal_steps(found_of, expected_of)
     assert_equal_tables(found, expected)
 
@@ -197,11 +195,11 @@ def assert_equal_steps(found: Step, expected: Step) -> None:
     assert torch.equal(found.tokens_T.cpu(), expected.tokens_T)
 
 
-def plain_step(lengths: list[int], pending: list[int], source_row: list[int], stop_set: list[int]) -> PlannedStep:
+def plain_step(lengths: list[int], pending: list[int], source_row: list[int], stop_ids: list[list[int]]) -> PlannedStep:
     """Return a step without drafts of sequences of some lengths: tokens from 70 on, and slots from 11 on."""
     count = len(lengths)
     query_starts = torch.tensor([0, *accumulate(lengths)])
-    named = {"pending": pending, "source_row": source_row, "stop_set": stop_set, "state_dst": [*range(11, 11 + count)]}
+    named = {"pending": pending, "source_row": source_row, "stop_ids": stop_ids, "state_dst": [*range(11, 11 + count)]}
     columns = [torch.tensor(named.get(name, [0] * count)) for name in PlannedStep._fields[2:]]
     return PlannedStep(torch.arange(70, 70 + sum(lengths)), query_starts, *columns)
 
@@ -216,9 +214,10 @@ VERSIONS = pytest.mark.parametrize(
 @VERSIONS
 def test_pending_tokens_are_filled_and_stop_token_keeps_state(resolve: Callable[..., None]) -> None:
     last = LastStep.empty(3, 0, torch.device("cpu"))._replace(tokens_P=torch.tensor([8, 9, 5]))
-    stop_ids = torch.tensor([[NO_TOKEN, NO_TOKEN], [5, NO_TOKEN], [3, 8]])
-    planned = plain_step([1, 1, 1, 1, 2], [0, *[PendingToken.MAY_STOP] * 3, 0], [0, 2, 2, 1, 0], [2, 0, 1, 1, 2])
-    assert resolve(planned, last, stop_ids) is None
+    none, one, two = [NO_TOKEN, NO_TOKEN], [5, NO_TOKEN], [3, 8]
+    pending = [0, *[PendingToken.MAY_STOP] * 3, 0]
+    planned = plain_step([1, 1, 1, 1, 2], pending, [0, 2, 2, 1, 0], [two, none, one, one, two])
+    assert resolve(planned, last) is None
     assert planned.token_ids.tolist() == [70, 5, 5, 9, 74, 75]
     assert planned.state_dst.tolist() == [11, 12, 0, 14, 15]
 
@@ -228,8 +227,8 @@ def test_pending_tokens_are_filled_and_stop_token_keeps_state(resolve: Callable[
 def test_sequence_without_a_sampled_token_keeps_its_state(resolve: Callable[..., None], pending: PendingToken) -> None:
     """As the host, too, ends it: also where no stop token would."""
     last = LastStep.empty(2, 3, torch.device("cpu"))._replace(tokens_P=torch.tensor([NO_TOKEN, 5]))
-    planned = plain_step([1, 1, 1], [pending, 0, PendingToken.GOES_ON], [0, 0, 1], [0, 0, 0])
-    resolve(planned, last, torch.tensor([[NO_TOKEN, NO_TOKEN]]))
+    planned = plain_step([1, 1, 1], [pending, 0, PendingToken.GOES_ON], [0, 0, 1], [[NO_TOKEN]] * 3)
+    resolve(planned, last)
     assert planned.token_ids.tolist() == [0, 71, 5]
     assert planned.state_dst.tolist() == [0, 12, 13]
 
@@ -260,12 +259,13 @@ def test_further_drafts_are_written_where_blocks_are_reserved() -> None:
     sampled = SampledSequences(
         torch.tensor([5, 6, 0, 0, 0]),
         torch.zeros(5, dtype=torch.int64),
-        *(zero + value for value in (1, position + 1, 1, 3, -4, 0)),
+        *(zero + value for value in (1, position + 1, 1, 3, -4)),
+        torch.tensor([[NO_TOKEN]]),
     )
     tokens_T = torch.tensor([6, NO_TOKEN, 1, 2, 3])
     table_NM = torch.tensor([[11, 12], [0, 0]], dtype=torch.int32)
     last = LastStep.empty(1, 4, torch.device("cpu"))
-    accepted = verification.accept_drafts.reference(sampled, tokens_T, last, torch.tensor([[NO_TOKEN]]), table_NM, 4)
+    accepted = verification.accept_drafts.reference(sampled, tokens_T, last, table_NM, 4)
     assert accepted.num_accepted_N.tolist() == [1]
     assert accepted.last_row_N.tolist() == [1]
     assert accepted.next_tokens_T.tolist() == [6, 0, 1, 2, 3]
