@@ -15,14 +15,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from strandline.device.batches.adapter_tiles import HostTiles
-from strandline.device.batches.batch import HostBatch, split_by_blocks, to_device
+from strandline.device.batches.batch import split_by_blocks, to_device
 from strandline.device.batches.encoded_pictures import MAX_SHARED_TOKENS, EncodedPictures
 from strandline.device.batches.padded_step import StepSize
 from strandline.device.batches.pending import PendingTokens
 from strandline.device.drafters.drafters import new_step_drafter
 from strandline.device.hardware.heap import keep_scratch_memory
 from strandline.device.hardware.threads import one_thread
+from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.allowed_tokens import AllowedMatcher
 from strandline.device.sampling.choice import Chosen, choose
 from strandline.device.sampling.divided_sampling import SAMPLING_OPERATIONS
@@ -31,6 +31,7 @@ from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.cache_actions import CacheActions
 from strandline.device.steps.drafter import Drafts, StepRows
+from strandline.device.steps.forward import Forward
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.device.steps.host_step import HostStep, Layout, StepIndices
 from strandline.device.steps.prompt_logprobs import PromptLogprobs, fetch_prompt_logprobs
@@ -124,7 +125,7 @@ class Runner:
         )
         self.transfers = Transfers(self.arena)
         """Copies to and from stores; none is attached at first."""
-        self.kernels, self._store = kernels, kernels[store_hidden]
+        self.kernels = kernels
         self._pending = PendingTokens(max_num_seqs, draft_tokens, device, kernels)
         self._poison, self._encoder_tokens = poison, encoder_tokens
         self.use_model(model)
@@ -156,6 +157,7 @@ class Runner:
             self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens, kernels.ranks)
         self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=self._poison)
         self._drafter = new_step_drafter(model, self._memory, self._pending.last, kernels)
+        self._forward = Forward(model, self._memory, self.arena, self.adapters, kernels)
         self._graphs: StepGraphs | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -206,13 +208,9 @@ class Runner:
         """Capture CUDA graphs of steps of these sizes, to replay them from now on."""
         with torch.inference_mode(), gc_paused():
             self._graphs = StepGraphs(
-                self.model,
-                self._memory,
-                self.arena,
+                self._forward,
                 self._pending,
                 self._drafter,
-                self.adapters,
-                self.kernels,
                 sizes=sizes,
                 max_model_len=max_model_len,
                 progress=progress,
@@ -241,23 +239,23 @@ class Runner:
     def _run(
         self, sequences: Sequence[SequencePlan], graphs: StepGraphs | None
     ) -> tuple[HostStep, StepIndices, Tensor]:
-        """Lay a step out and run the model; return its rows of hidden states."""
+        """Lay a step out and run the model; return its rows of hidden states, and then stored ones."""
         step = self._layout.lay_out_step(sequences, graphs)
-        indices = step.upload_indices(self.device)
-        return step, indices, self._hidden(step, indices)
-
-    def _hidden(self, step: HostStep, indices: StepIndices) -> Tensor:
-        """Run the model, and append the stored hidden states that the step needs."""
-        parts, graphs, captured = list[Tensor](), self._graphs, step.captured
-        if step.batch is not None:
-            if graphs is None or captured is None:
-                parts.append(self._run_eagerly(step.batch))
-            else:
-                graphs.replay(captured, step.batch, step.verdicts)
-                parts.append(captured.hidden_TE)
+        host, captured, parts = step.batch, step.captured, list[Tensor]()
+        if host is not None and captured is None:
+            batch = to_device(host, self.device, self.kernels, step.indices)
+            if host.has_pending:
+                self._pending.resolve(batch.planned)
+            parts.append(self._forward.run(batch.step, batch.stored, batch.tiled))
+            indices = StepIndices(*batch.others)
+        else:
+            indices = StepIndices(*upload_together(step.indices, self.device))
+        if host is not None and captured is not None and graphs is not None:
+            graphs.replay(captured, host, step.verdicts)
+            parts.append(captured.hidden_TE)
         if step.stored:
             parts.append(self.arena.hidden_SE[indices.stored_slots])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return step, indices, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _choose(self, step: HostStep, indices: StepIndices, hidden_XE: Tensor) -> Chosen:
         """Choose tokens; where the host has to compare drafts, do so."""
@@ -347,22 +345,3 @@ class Runner:
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Apply the cache's actions in order; consecutive folds together."""
         self._actions.carry_out(actions)
-
-    def _run_eagerly(self, host: HostBatch) -> Tensor:
-        """Launch the model's kernels one by one; store hidden states: of sequences' ends and cuts in slots, of drafts
-        in logs.
-        """
-        batch = to_device(host, self.device, self.kernels)
-        if host.has_pending:
-            self._pending.resolve(batch.planned)
-        has_adapters = host.adapter_slots_N is not None
-        self.adapters.compute_with(HostTiles.of(host.adapter_slots_T).to_device(self.device) if has_adapters else None)
-        hidden_TE, arena = self.model.forward(batch.step, self._memory), self.arena
-        recurrent = batch.step.recurrent
-        self._store(hidden_TE, batch.columns.last_row, arena.hidden_SE, batch.columns.state_dst)
-        if any(host.chunks.cut_slots):
-            self._store(hidden_TE, batch.cut_rows_C, arena.hidden_SE, recurrent.chunks.cut_slots_C)
-        if recurrent.replay is not None and arena.hidden_drafts_JE is not None:
-            rows_K, places_K = recurrent.replay.draft_rows_K, recurrent.replay.draft_places_K
-            self._store(hidden_TE, rows_K + host.num_decode_rows, arena.hidden_drafts_JE, places_K)
-        return hidden_TE

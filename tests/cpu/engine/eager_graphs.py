@@ -17,13 +17,16 @@ from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.batches.padded_step import StepSize, single_rows
 from strandline.device.batches.prompt_room import MAX_PROMPTS, PromptRoom
 from strandline.device.drafters.block_drafts import padded_blocks
+from strandline.device.hardware.upload import upload_together
 from strandline.device.runner import Runner
+from strandline.device.steps.adapter_pool import AdapterPool
+from strandline.device.steps.forward import Forward
 from strandline.device.steps.graphs import CapturedStep, Graph, StepGraphs
 from strandline.engine.drafting.drafts import Drafts
 from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS
+from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS, TiledRows
 from strandline.records.plan import SequencePlan
 from tests.cpu.engine.without_host import on_the_host, without_host
 
@@ -42,19 +45,31 @@ class Rerun:
             self._run()
 
 
+class EagerForward(Forward):
+    """Computes batches as graphs say."""
+
+    def __init__(self, forward: Forward, graphs: "EagerGraphs") -> None:
+        vars(self).update(vars(forward))
+        self._graphs = graphs
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        return self._graphs.hidden(batch, super().hidden)
+
+
 class EagerGraphs(StepGraphs):
     """Computes steps as the buffer says whose pending tokens have been filled in.
 
     A step with drafts is computed sequence by sequence, and the filler, if it has rows.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, forward: Forward, *args: Any, adapters: AdapterPool, **options: Any) -> None:
+        self._adapters = adapters
         self._replayed: CapturedStep
         self.num_replayed = {False: 0, True: 0}
         """Steps of decodes, and of prompts."""
         self.num_mixed = 0
         """Steps that verify drafts and compute prompts."""
-        super().__init__(*args, **options)
+        super().__init__(EagerForward(forward, self), *args, **options)
 
     def _captured(self, parts: Sequence[Callable[[], None]]) -> list[Graph]:
         return [Rerun(run, self._kernels) for run in parts]
@@ -115,13 +130,13 @@ class EagerGraphs(StepGraphs):
         attention.gathers[PADDED_TABLE] = step.block_table_NM
         return replace(batch, attention=attention)
 
-    def _forward(self, batch: StepBatch) -> Tensor:
+    def hidden(self, batch: StepBatch, compute: Callable[[StepBatch], Tensor]) -> Tensor:
         """Compute without padding, but for the filler of steps with drafts."""
         if self._replayed.padded.size.has_drafts:
-            return super()._forward(batch)
+            return compute(batch)
         with on_the_host():
             compact, rows = self._without_padding(batch)
-        compact_TE = super()._forward(compact)
+        compact_TE = compute(compact)
         hidden_TE = compact_TE.new_full((len(batch.positions_T), compact_TE.shape[1]), float("nan"))
         with on_the_host():
             hidden_TE[rows] = compact_TE
@@ -175,7 +190,9 @@ class EagerGraphs(StepGraphs):
             tile_slots_M = tiled.slots_U.numpy().repeat(TILE_ROWS)
             is_used_M = (tile_slots_M != NO_SLOT) & (tiled.rows_M.numpy() != NO_ROW)
             slots_T[tiled.rows_M.numpy()[is_used_M]] = tile_slots_M[is_used_M]
-            self._adapters.compute_with(HostTiles.of(slots_T[rows]).to_device(captured.buffer_I.device))
+            self._adapters.compute_with(
+                TiledRows(*upload_together(HostTiles.of(slots_T[rows]), captured.buffer_I.device))
+            )
         return compact, rows
 
 
@@ -260,13 +277,10 @@ def replay_eagerly(
     if (slots := runner.model.adapters) is not None:
         sizes += [replace(size, num_adapters=slots.num_slots) for size in sizes]
     runner._graphs = graphs = EagerGraphs(
-        runner.model,
-        runner._memory,
-        runner.arena,
+        runner._forward,
         runner._pending,
         runner._drafter,
-        runner.adapters,
-        runner.kernels,
+        adapters=runner.adapters,
         sizes=sizes,
         max_model_len=max_model_len,
     )

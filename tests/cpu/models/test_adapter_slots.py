@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles
-from strandline.kernels.gemm.low_rank import NO_SLOT
+from strandline.device.hardware.upload import upload_together
+from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.models.adapter_slots import SlotSizes
 from strandline.models.storage.adapter_files import AdapterFiles, read_adapter
 from strandline.models.weights import load_model
@@ -34,6 +35,10 @@ def read(directory: Path, factors: Factors) -> AdapterFiles:
     return read_adapter(adapters.write(directory, factors))
 
 
+def tiled_rows(slots_T: np.ndarray) -> TiledRows:
+    return TiledRows(*upload_together(HostTiles.of(slots_T), torch.device("cpu")))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_each_row_is_computed_with_its_own_adapter(name: str, tmp_path: Path) -> None:
     oracle = families.oracle(name)
@@ -52,7 +57,7 @@ def test_each_row_is_computed_with_its_own_adapter(name: str, tmp_path: Path) ->
 
     def step(tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         rows = np.array(SLOTS).repeat([len(each) for each in tokens])
-        model.adapters.rows.tiled = HostTiles.of(rows).to_device(torch.device("cpu"))
+        model.adapters.rows.tiled = tiled_rows(rows)
         logits, _ = driver.step([Part(*each) for each in zip(sequences, tokens, strict=True)])
         return logits
 
@@ -85,6 +90,6 @@ def test_adapters_change_weights_that_stay_quantised(name: str, format: str, tmp
     assert (before - expected).norm() > 0.3 * expected.norm()
     driver, sequence, tokens, found = Driver(model), Running(), families.prompt(21), list[Tensor]()
     for part in (tokens[:-1], tokens[-1:]):
-        model.adapters.rows.tiled = HostTiles.of(np.full(len(part), 1)).to_device(torch.device("cpu"))
+        model.adapters.rows.tiled = tiled_rows(np.full(len(part), 1))
         found += driver.step([Part(sequence, part)])[0]
     assert (torch.cat(found) - expected).norm() < FORMATS[format].tolerance * expected.norm()

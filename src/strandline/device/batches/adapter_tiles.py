@@ -6,10 +6,8 @@ Shape suffixes as in ``kernels/gemm/low_rank.py``.
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from strandline.device.hardware.upload import upload_together
-from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS, TiledRows
+from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS
 
 
 class HostTiles(NamedTuple):
@@ -29,10 +27,6 @@ class HostTiles(NamedTuple):
             rows += own, np.full(num_tiles * TILE_ROWS - len(own), NO_ROW)
             slots += [slot] * num_tiles
         return cls(np.concatenate([np.empty(0, np.int64), *rows]), np.array(slots, dtype=np.int64), slots_T)
-
-    def to_device(self, device: torch.device) -> TiledRows:
-        """Make the tensors."""
-        return TiledRows(*upload_together(self, device))
 
 
 def most_tiles(num_rows: int, num_slots: int) -> int:

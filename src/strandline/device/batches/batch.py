@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strandline.device.batches.adapter_tiles import HostTiles
 from strandline.device.batches.picture_rows import place_pictures
-from strandline.device.hardware.upload import upload, upload_together
+from strandline.device.hardware.upload import upload_groups
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
-from strandline.kernels.gemm.low_rank import NO_SLOT
+from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import PlannedStep
 from strandline.kernels.step import RowAddresses, locate_rows
@@ -61,6 +62,9 @@ class SequenceColumns(NamedTuple, Generic[Column]):
     stop_ids: Column
     """``[N, MAX_STOP_IDS]``: stop tokens that may end it, which the device compares; ``NO_TOKEN``: none."""
 
+
+StoredRows = Sequence[tuple[Tensor, Tensor]]
+"""Rows whose final hidden states are stored, and the slots that take them; int64."""
 
 NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
 PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
@@ -180,18 +184,21 @@ class HostReplay(NamedTuple):
     def num_rows(self) -> int:
         return len(self.step_rows) + len(self.logged_rows)
 
-    def to_device(self, device: torch.device, kernels: Kernels) -> ReplayBatch:
-        """Make the tensors."""
-        return ReplayBatch(self.num_rows, *upload_together(self, device), insert_logged=kernels[insert_logged])
+    def with_tensors(self, tensors: Sequence[Tensor], kernels: Kernels) -> ReplayBatch:
+        """Return the batch, given its columns on the device."""
+        return ReplayBatch(self.num_rows, *tensors, insert_logged=kernels[insert_logged])
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """The step on the device, and the rows that the runner picks from it."""
+    """The step on the device, and what else came there with it."""
 
     step: StepBatch
     columns: SequenceColumns[Tensor]
-    cut_rows_C: Tensor
+    stored: StoredRows
+    tiled: TiledRows | None
+    """The rows that have adapters; None: no row has one."""
+    others: Sequence[Tensor]
 
     @property
     def planned(self) -> PlannedStep:
@@ -263,10 +270,11 @@ def fold_batch(folds: Sequence[FoldLog], device: torch.device, kernels: Kernels,
     places = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
     logged = np.arange(sum(fold.num_tokens for fold in folds))
     none = logged[:0]
-    replay = HostReplay(none, logged, np.concatenate(places), none, none).to_device(device, kernels)
+    replay = HostReplay(none, logged, np.concatenate(places), none, none)
     chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
-    slots_N, *columns = upload_together([slots, *chunks.columns], device)
-    recurrent = RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, replay)
+    [slots_N], columns, replayed = upload_groups([[slots], chunks.columns, replay], device)
+    rerun = replay.with_tensors(replayed, kernels)
+    recurrent = RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, rerun)
     nothing = slots_N[:0]
     attention = AttentionBatch((0,), (), nothing, nothing, nothing, nothing, nothing, is_all_written=True)
     return StepBatch(nothing, nothing, 0, 0, attention, recurrent)
@@ -304,18 +312,33 @@ def _chunks_with_logged(prefills: Sequence[SequencePlan], replay: HostReplay) ->
     return chunks, step_row_R[np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1]
 
 
-def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> DeviceBatch:
-    """Make the step's tensors."""
-    num_columns = len(SequenceColumns._fields)
+def to_device(
+    host: HostBatch, device: torch.device, kernels: Kernels, others: Sequence[Sequence[int] | np.ndarray] = ()
+) -> DeviceBatch:
+    """Make the step's tensors, by one copy.
+
+    Args:
+        others: what the copy is to bring as well.
+    """
     # The state after drafts is not stored: it is that of tokens which may be rejected.
     state_dst = np.where(host.columns.num_drafts > 0, NULL_SLOT, host.columns.state_dst)
     of_sequences = host.columns._replace(state_dst=state_dst)
     offsets = () if host.picture_offsets is None else host.picture_offsets
-    token_ids_T, query_starts_N1, cut_rows_C, offsets_3T, *rest = upload_together(
-        [host.token_ids_T, host.query_starts_N1, host.cut_rows_C, offsets, *of_sequences, *host.chunks.columns], device
+    tiles = () if host.adapter_slots_N is None else HostTiles.of(host.adapter_slots_T)
+    whole, sequences, chunk_columns, windows, replayed, tiled, others_T = upload_groups(
+        [
+            (host.token_ids_T, host.query_starts_N1, host.cut_rows_C, offsets, host.block_table_NM),
+            of_sequences,
+            host.chunks.columns,
+            host.window_tables,
+            host.replay or (),
+            tiles,
+            others,
+        ],
+        device,
     )
-    columns: SequenceColumns[Tensor] = SequenceColumns(*rest[:num_columns])
-    table_NM = upload(host.block_table_NM, device)
+    token_ids_T, query_starts_N1, cut_rows_C, offsets_3T, table_NM = whole
+    columns: SequenceColumns[Tensor] = SequenceColumns(*sequences)
     ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
     rows = kernels[locate_rows](query_starts_N1, *ranges, table_NM, len(token_ids_T))
     attention = AttentionBatch(
@@ -329,17 +352,19 @@ def to_device(host: HostBatch, device: torch.device, kernels: Kernels) -> Device
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
         most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
-    if host.window_tables:
-        tables = [upload(table_NM, device) for table_NM in host.window_tables]
-        attention = replace(attention, windowed=windowed(attention, columns, tables, rows, kernels))
+    if windows:
+        attention = replace(attention, windowed=windowed(attention, columns, windows, rows, kernels))
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
-    chunks = host.chunks.with_tensors(rest[num_columns:])
-    replay = None if host.replay is None else host.replay.to_device(device, kernels)
+    chunks = host.chunks.with_tensors(chunk_columns)
+    replay = None if host.replay is None else host.replay.with_tensors(replayed, kernels)
     recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
     counts = (host.num_decodes, host.num_decode_rows)
     pictures = None if host.picture_offsets is None else offsets_3T.view(3, -1)
     step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rows.rotary_T, pictures)
-    return DeviceBatch(step, columns, cut_rows_C)
+    stored = [(columns.last_row, columns.state_dst)]
+    if any(host.chunks.cut_slots):
+        stored.append((cut_rows_C, chunks.cut_slots_C))
+    return DeviceBatch(step, columns, stored, TiledRows(*tiled) if tiles else None, others_T)
 
 
 def windowed(

@@ -27,7 +27,15 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
-from strandline.device.batches.batch import Column, HostBatch, HostReplay, SequenceColumns, planned_step, windowed
+from strandline.device.batches.batch import (
+    Column,
+    HostBatch,
+    HostReplay,
+    SequenceColumns,
+    StoredRows,
+    planned_step,
+    windowed,
+)
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -192,6 +200,18 @@ class PaddedStep:
             prompts = self.columns(buffer_I, slice(size.first_prompt, None))
             parts.append(planned_step(tokens_T, starts_N1[size.first_prompt :], prompts))
         return parts
+
+    def stored(self, buffer_I: Tensor) -> StoredRows:
+        """Return the rows whose hidden states are stored: of sequences' ends, before drafts, and of cuts."""
+        size, named, stored = self.size, self.named(buffer_I), list[tuple[Tensor, Tensor]]()
+        if size.has_drafts:
+            stored.append((named["query_starts"][: size.num_decodes], named["state_dst"][: size.num_decodes]))
+        ends = self.columns(buffer_I, slice(size.first_prompt if size.has_drafts else 0, None))
+        if len(ends.start):
+            stored.append((ends.last_row, ends.state_dst))
+        if size.num_prompts:
+            stored.append((named["cut_rows"], named["cut_slots"]))
+        return stored
 
     def sampled(self, buffer_I: Tensor) -> SampledSequences:
         """Return what tokens are chosen after, in a step with drafts: all but the last filler."""

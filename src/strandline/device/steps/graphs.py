@@ -7,8 +7,8 @@ must not need the host.
 
 The first graph of a step fills in what the host did not know yet, and runs the model up to the final hidden states; of
 decodes without drafts, up to the most likely tokens. Then tokens are chosen. The second graph, the *tail*, does what
-needs these: with drafts, it counts which of them agree, stores hidden states, and drafts for the next step; without, it
-stores the keys and values of a draft layer. So the next step may be launched before the host knows what this one found.
+needs these: with drafts, it counts which of them agree, and drafts for the next step; without, it stores the keys and
+values of a draft layer. So the next step may be launched before the host knows what this one found.
 
 Shape suffixes as in ``kernels/batch.py`` and ``choice.py``; I integers of a buffer, E hidden size.
 """
@@ -29,15 +29,13 @@ from strandline.device.batches.prompt_room import is_prefix_long
 from strandline.device.hardware.upload import UploadedTable, upload_together
 from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.divided_sampling import likeliest
-from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.drafter import StepDrafter, Verified
+from strandline.device.steps.forward import Forward
 from strandline.ids import NO_TOKEN
-from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import Verdict, accept_drafts
-from strandline.kernels.step import fetch_integers, hand_over_tokens, store_hidden
-from strandline.models.layers.protocol import LanguageModel, ModelMemory
+from strandline.kernels.step import fetch_integers, hand_over_tokens
 
 STEPS_IN_FLIGHT: Final = 2
 """Steps whose results may still be awaited when the next one is launched, at most."""
@@ -83,8 +81,6 @@ class CapturedStep:
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
         self.planned = self.padded.planned(self.buffer_I)
-        self.columns = self.padded.columns(self.buffer_I, slice(size.first_prompt if size.has_drafts else 0, None))
-        """Columns of the sequences whose hidden states the first graph stores; the tail stores those after drafts."""
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
         self.window_tables = window_tables
         """For each size of windows."""
@@ -139,29 +135,23 @@ class StepGraphs:
     """CUDA graphs of one model's steps.
 
     Args:
-        memory: the arena as bound by the model.
         drafter: drafts after a step; None: nothing does.
         max_model_len: of the longest request, in tokens.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
-        memory: ModelMemory,
-        arena: ArenaTensors,
+        forward: Forward,
         pending: PendingTokens,
         drafter: StepDrafter | None,
-        adapters: AdapterPool,
-        kernels: Kernels,
         *,
         sizes: Iterable[StepSize],
         max_model_len: int,
         progress: bool = False,
     ) -> None:
         """Capture."""
-        self._model, self._memory, self._drafter, self._adapters = model, memory, drafter, adapters
-        self._arena, self._pending, self._kernels = arena, pending, kernels
-        self._store_hidden, self._fetch = kernels[store_hidden], kernels[fetch_integers]
+        self._forward, self._pending, self._drafter = forward, pending, drafter
+        self._arena, self._kernels, self._fetch = forward.arena, forward.kernels, forward.kernels[fetch_integers]
         self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
         """What the device may still read or write."""
         self._max_model_len = max_model_len
@@ -173,7 +163,7 @@ class StepGraphs:
         captured = list[CapturedStep]()
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
-            block_table, *window_tables = (self._table(size, lifetime) for lifetime in arena.spec.lifetimes)
+            block_table, *window_tables = (self._table(size, lifetime) for lifetime in self._arena.spec.lifetimes)
             step = CapturedStep(size, block_table, window_tables)
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
@@ -198,7 +188,7 @@ class StepGraphs:
             return [_NoGraph() for _ in parts]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with self._model.computing_distinct_layers():
+        with self._forward.model.computing_distinct_layers():
             for run in parts:
                 run()  # loads kernels, and lets libraries allocate, which cannot be captured
         return [capture(run, self._pool, self._kernels) for run in parts]
@@ -221,15 +211,10 @@ class StepGraphs:
         for part in prompts:
             pending.resolve(part)
         step.batch = self._batch(step, tables)
-        self._adapters.compute_with(step.padded.tiled(step.buffer_I))
-        step.hidden_TE = self._forward(step.batch)
-        if len(step.columns.start):
-            self._store_hidden(step.hidden_TE, step.columns.last_row, self._arena.hidden_SE, step.columns.state_dst)
-        if size.num_prompts:
-            cut_rows, cut_slots = step.named["cut_rows"], step.named["cut_slots"]
-            self._store_hidden(step.hidden_TE, cut_rows, self._arena.hidden_SE, cut_slots)
+        stored, tiled = step.padded.stored(step.buffer_I), step.padded.tiled(step.buffer_I)
+        step.hidden_TE = self._forward.run(step.batch, stored, tiled)
         if not size.has_filler:
-            step.logits_NV = self._model.logits(step.hidden_TE)
+            step.logits_NV = self._forward.model.logits(step.hidden_TE)
             tokens_N = likeliest(step.logits_NV, self._kernels)
             self._kernels[hand_over_tokens](tokens_N, pending.last.tokens_P, step.named["token_address"])
 
@@ -238,24 +223,16 @@ class StepGraphs:
         tables_NM = (step.block_table_NM, self._max_model_len, self._kernels, tables, window_tables)
         return step.padded.batch(step.buffer_I, *tables_NM)
 
-    def _forward(self, batch: StepBatch) -> Tensor:
-        return self._model.forward(batch, self._memory)
-
     def _keep(self, step: CapturedStep, drafter: StepDrafter) -> None:
         """Store what the drafter keeps of decodes."""
         drafter.keep_decoded(step.batch, step.hidden_TE)
 
     def _verify(self, step: CapturedStep) -> None:
-        """Count the drafts that agree, store hidden states, and draft for the next step."""
-        decodes, pending, size = step.planned[0], self._pending, step.padded.size
+        """Count the drafts that agree, and draft for the next step."""
+        pending, size = self._pending, step.padded.size
         accept, table_NM = self._kernels[accept_drafts], step.block_table_NM
         accepted = accept(step.sampled, step.tokens_T, pending.last, table_NM, size.draft_tokens)
         step.num_accepted_N = accepted.num_accepted_N
-        replay, arena = (step.batch.verified or step.batch.recurrent).replay, self._arena
-        first_rows_N = decodes.query_starts[: len(decodes.state_dst)]
-        self._store_hidden(step.hidden_TE, first_rows_N, arena.hidden_SE, decodes.state_dst)
-        if arena.hidden_drafts_JE is not None and replay is not None:
-            self._store_hidden(step.hidden_TE, replay.draft_rows_K, arena.hidden_drafts_JE, replay.draft_places_K)
         if self._drafter is not None and (num_drafts := size.draft_tokens):
             verified = Verified(step.batch, table_NM, step.sampled, accepted, step.hidden_TE, step.single_starts_N1)
             step.drafts_ND = self._drafter.draft_verified(verified, num_drafts)

@@ -10,12 +10,11 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
 from strandline.device.batches.pending import PendingTokens
-from strandline.device.hardware.upload import download, upload_together
+from strandline.device.hardware.upload import download
 from strandline.device.sampling.choice import Candidates
 from strandline.device.sampling.sampling_state import NO_STOPS, SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
@@ -32,7 +31,7 @@ WORD: Final = 2**64 - 1
 
 
 class StepIndices(NamedTuple):
-    """What a step picks by index, on the device: int64."""
+    """What a step picks by index, on the device: int64. Of a step of decodes and their drafts, all are empty."""
 
     stored_slots: Tensor
     """The slots of the stored hidden states that the step needs."""
@@ -138,11 +137,12 @@ class HostStep:
         """The sequences whose hidden states requests ask for: of the prompt's last token."""
         return [each for each in self.candidates if each.state.wants_hidden_state]
 
-    def upload_indices(self, device: torch.device) -> StepIndices:
-        """Copy the indices that the step needs to the device; a step of decodes and their drafts needs none."""
+    @property
+    def indices(self) -> Sequence[Sequence[int]]:
+        """The ``StepIndices`` on the host."""
         slots = [self.sequences[index].state_src for index in self.stored]
-        rows, wanted = self.rows, [self.rows[each.first_row] for each in self.wanted]
-        return StepIndices(*upload_together([slots, [] if self.is_chosen_from_all else rows, wanted], device))
+        rows = [] if self.is_chosen_from_all else self.rows
+        return slots, rows, [self.rows[each.first_row] for each in self.wanted]
 
     def fetch_wanted(self, indices: StepIndices, hidden_XE: Tensor) -> dict[int, Tensor]:
         """Begin to copy the hidden states that requests ask for to the host; return them by index in the plan."""

@@ -19,7 +19,7 @@ from strandline.records.plan import SequencePlan, StepResult, TokenLogprobs
 
 @dataclass
 class StepInFlight:
-    """A step of which everything has been launched, and what it computes is on its way to the host."""
+    """A step that has been launched whole, and whose outputs are on their way to the host."""
 
     sequences: Sequence[SequencePlan]
     chosen: Chosen
