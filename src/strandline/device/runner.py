@@ -220,7 +220,7 @@ class Runner:
         with self._threads(plan.num_tokens):
             step, indices, hidden_XE = self._run(plan.sequences, self._graphs)
             chosen = self._choose(step, indices, hidden_XE)
-            self._remember(step, chosen)
+            self._pending.remember(step.sampled_rows, None if step.verification else chosen.tokens_R)
             drafts = self._draft(step, hidden_XE, chosen)
             chosen.fetch()
             is_short = step.captured is None and 0 < plan.num_tokens <= LAUNCH_BOUND_TOKENS
@@ -284,15 +284,6 @@ class Runner:
             return decodes.logits_NV
         return self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
 
-    def _remember(self, step: HostStep, chosen: Chosen) -> None:
-        """Leave on the device what the next step may be planned without."""
-        if step.verification is not None:
-            rows, sequences = step.padded_rows, step.sequences
-            sampled = {sequences[index].request_id: row for index, row in rows.items() if sequences[index].is_sampled}
-            self._pending.remember(sampled, None)
-        else:
-            self._pending.remember(chosen.row_of if step.is_plain else {}, chosen.tokens_R)
-
     def _prompt_logprobs(self, step: HostStep, hidden_XE: Tensor) -> PromptLogprobs:
         return fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels)
 
@@ -331,7 +322,9 @@ class Runner:
                     with one_thread():
                         chosen[index] = self._choose(step, indices, hidden_XE)
         together = Chosen.joined(chosen)
-        self._pending.remember(together.row_of, together.tokens_R)
+        self._pending.remember(
+            {sequences[index].request_id: row for row, index in enumerate(chosen)}, together.tokens_R
+        )
         together.fetch()
         routed = fetch_routed(sequences, self._memory.routing, self._states)
         joined = PromptLogprobs.joined(logprobs)

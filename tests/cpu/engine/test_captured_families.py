@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from strandline import SamplingParams
+from strandline.device import runner
 from strandline.device.uni_executor import UniExecutor, choose_kernels
 from strandline.kernels import binding
 from strandline.models.weights import load_model
@@ -48,7 +49,7 @@ def test_captured_steps_give_the_tokens_of_transformers(
     graphs = replay_eagerly(executor.runner, num_drafts, MAX_NUM_SEQS, MAX_MODEL_LEN, replays_plain=True)
     if num_drafts:
         complete_on_device(llm.engine.scheduler.drafts)
-    monkeypatch.setattr(executor.runner, "_run_eagerly", None)
+    monkeypatch.setattr(runner, "to_device", None)
     found = answers(llm, PROMPTS, GREEDY)
     assert found == families.greedy_tokens(name, PROMPTS, found)
     assert all(graphs.num_replayed.values())

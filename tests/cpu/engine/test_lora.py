@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from strandline import LLM, LoRARequest, SamplingParams
 from strandline.config import EngineConfig
+from strandline.device import runner
 from strandline.device.drafters import draft_layer
 from strandline.device.executor import LaunchedStep
 from strandline.device.steps.adapter_pool import EMPTY
@@ -164,7 +165,7 @@ def test_graphs_with_adapters_give_the_tokens_of_eager_steps(
         graphs = replay_eagerly(executor.runner, num_drafts, max_num_seqs=4, max_model_len=512, replays_plain=True)
         drafts = llm.engine.scheduler.drafts
         drafts.limits = drafts.limits._replace(corrects_lengths=num_drafts > 0)
-        monkeypatch.setattr(executor.runner, "_run_eagerly", None)
+        monkeypatch.setattr(runner, "to_device", None)
         assert serve(llm) == expected
         assert all(graphs.num_replayed.values())
         num_accepted = llm.engine.core.stats().speculation.num_accepted_tokens

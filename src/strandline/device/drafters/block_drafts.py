@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.batches.padded_step import room_of
-from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.drafter import Drafts, StepRows, Verified, stateless_plan
 from strandline.errors import EngineError
@@ -59,11 +58,11 @@ class BlockDrafts:
         }
         if not blocks:
             return None
-        device, most = rows.hidden_XE.device, max(plan.next_drafts for plan in blocks.values())
+        most, newest = max(plan.next_drafts for plan in blocks.values()), [x.token_ids[0] for x in blocks.values()]
         host = build_host_batch([*blocks.values()], 0)
-        batch = to_device(host, device, self._kernels).step
-        (newest_N,) = upload_together([[plan.token_ids[0] for plan in blocks.values()]], device)
-        return Drafts({index: row for row, index in enumerate(blocks)}, self._drafts(batch, newest_N, most))
+        batch = to_device(host, rows.hidden_XE.device, self._kernels, [newest])
+        [newest_N] = batch.others
+        return Drafts({index: row for row, index in enumerate(blocks)}, self._drafts(batch.step, newest_N, most))
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""

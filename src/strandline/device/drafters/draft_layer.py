@@ -24,7 +24,6 @@ from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch, to_device
 from strandline.device.batches.padded_step import single_rows
-from strandline.device.hardware.upload import upload_together
 from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.drafter import Drafts, StepRows, Verified, stateless_plan
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN
@@ -118,14 +117,14 @@ class DraftLayer:
             return None
         # Chunks are for attention, which only drafts need: without drafts, none are planned.
         num_single = sum(pair.plan.is_decode for pair in pairs) if any(p.num_drafts for p in pairs) else len(pairs)
-        host, batch = self._batch([pair.plan for pair in pairs], num_single)
+        host = build_host_batch([pair.plan for pair in pairs], num_single)
         last_rows = list(zip(host.columns.last_row.tolist(), pairs, strict=True))
         drafting = [(row, pair) for row, pair in last_rows if pair.num_drafts]
         # What was sampled is in the order of the plan.
         ends = sorted((pair.index, row) for row, pair in last_rows if pair.is_open)
-        rows_T, drafting_N, ends_N = upload_together(
-            [np.concatenate([pair.rows() for pair in pairs]), [row for row, _ in drafting], [row for _, row in ends]],
-            rows.hidden_XE.device,
+        hidden_rows = np.concatenate([pair.rows() for pair in pairs])
+        batch, (rows_T, drafting_N, ends_N) = self._upload(
+            host, [hidden_rows, [row for row, _ in drafting], [row for _, row in ends]]
         )
         batch.token_ids_T.index_copy_(0, ends_N, self._last.tokens_P[: len(ends)].clamp_min(0))
         hidden_TE = rows.hidden_XE.index_select(0, rows_T)
@@ -134,21 +133,20 @@ class DraftLayer:
             return None
 
         def single(index: int, token_N: Tensor) -> StepBatch:
-            _, further = self._batch([_further_plan(pair, index) for _, pair in drafting], len(drafting))
+            plans = [_further_plan(pair, index) for _, pair in drafting]
+            further, _ = self._upload(build_host_batch(plans, len(plans)))
             return replace(further, token_ids_T=token_N)
 
         num_drafts = max(pair.num_drafts for _, pair in drafting)
         tokens_ND = self._drafts(batch, hidden_TE, drafting_N, single, num_drafts)
         return Drafts({pair.index: row for row, (_, pair) in enumerate(drafting)}, tokens_ND)
 
-    def _batch(self, plans: Sequence[SequencePlan], num_single: int) -> tuple[HostBatch, StepBatch]:
-        """Return the batch of pairs.
-
-        Args:
-            num_single: how many of the sequences are laid out as decodes, without chunks; they come first.
-        """
-        host = build_host_batch(plans, num_single)
-        return host, to_device(host, self._last.tokens_P.device, self._kernels).step
+    def _upload(
+        self, host: HostBatch, others: Sequence[Sequence[int] | np.ndarray] = ()
+    ) -> tuple[StepBatch, Sequence[Tensor]]:
+        """Return a batch of pairs on the device, and what comes there with it."""
+        uploaded = to_device(host, self._last.tokens_P.device, self._kernels, others)
+        return uploaded.step, uploaded.others
 
     def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
         """Store keys and values of the pairs of decodes, each ending with the token that was sampled after it."""

@@ -80,11 +80,6 @@ class Chosen:
     """Where the hidden states of ``tokens_R`` are among those of a padded step that verifies drafts."""
 
     @property
-    def row_of(self) -> dict[RequestId, int]:
-        """The row of each request, if none has drafts."""
-        return {each.state.new.request_id: row for row, each in enumerate(self.candidates)}
-
-    @property
     def known(self) -> dict[int, list[int]]:
         """The tokens of each sequence that the host knows, by its index in the plan."""
         return dict(zip((each.plan_index for each in self.candidates), self.token_ids or (), strict=True))

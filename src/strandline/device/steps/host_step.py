@@ -88,6 +88,14 @@ class HostStep:
         return dict(zip(self.order, self.captured.padded.sequence_indices(self.batch), strict=True))
 
     @property
+    def sampled_rows(self) -> dict[RequestId, int]:
+        """The row in ``LastStep`` of each request whose next token the step after this may be planned without."""
+        if self.verification is not None:
+            rows = ((self.sequences[index], row) for index, row in self.padded_rows.items())
+            return {sequence.request_id: row for sequence, row in rows if sequence.is_sampled}
+        return {each.state.new.request_id: row for row, each in enumerate(self.candidates)} if self.is_plain else {}
+
+    @property
     def num_rows(self) -> int:
         """Rows that are computed, padding included."""
         if self.batch is None or self.captured is None:
