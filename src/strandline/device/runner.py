@@ -284,7 +284,7 @@ class Runner:
             return decodes.logits_NV
         return self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
 
-    def _prompt_logprobs(self, step: HostStep, hidden_XE: Tensor) -> PromptLogprobs:
+    def _prompt_logprobs(self, step: HostStep, hidden_XE: Tensor) -> list[PromptLogprobs]:
         return fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels)
 
     def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen) -> Drafts | None:
@@ -313,7 +313,7 @@ class Runner:
             for part in split_by_blocks(sequence):
                 with self._threads(part.end - part.start):
                     step, indices, hidden_XE = self._run([part], None)
-                    logprobs.append(self._prompt_logprobs(step, hidden_XE))
+                    logprobs += self._prompt_logprobs(step, hidden_XE)
                 if part.end < sequence.end:
                     continue
                 for hidden_E in step.fetch_wanted(indices, hidden_XE).values():
@@ -327,8 +327,7 @@ class Runner:
         )
         together.fetch()
         routed = fetch_routed(sequences, self._memory.routing, self._states)
-        joined = PromptLogprobs.joined(logprobs)
-        return StepInFlight(sequences, together, None, joined, hidden_states, routed, self.transfers, self.device)
+        return StepInFlight(sequences, together, None, logprobs, hidden_states, routed, self.transfers, self.device)
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Return a context that sets the number of threads for a step of this size."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -194,15 +194,11 @@ class DeviceBatch:
     """The step on the device, and what else came there with it."""
 
     step: StepBatch
-    columns: SequenceColumns[Tensor]
+    planned: PlannedStep
     stored: StoredRows
     tiled: TiledRows | None
     """The rows that have adapters; None: no row has one."""
     others: Sequence[Tensor]
-
-    @property
-    def planned(self) -> PlannedStep:
-        return planned_step(self.step.token_ids_T, self.step.attention.query_starts_N1, self.columns)
 
 
 def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:
@@ -339,21 +335,17 @@ def to_device(
     )
     token_ids_T, query_starts_N1, cut_rows_C, offsets_3T, table_NM = whole
     columns: SequenceColumns[Tensor] = SequenceColumns(*sequences)
-    ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
-    rows = kernels[locate_rows](query_starts_N1, *ranges, table_NM, len(token_ids_T))
-    attention = AttentionBatch(
+    rows, attention = locate(
+        columns,
+        query_starts_N1,
+        [table_NM, *windows],
+        len(token_ids_T),
+        kernels,
         query_starts=tuple(host.query_starts_N1.tolist()),
         context_lens=tuple(host.columns.end.tolist()),
-        query_starts_N1=query_starts_N1,
-        context_lens_N=columns.end,
-        block_table_NM=table_NM,
-        write_blocks_T=rows.write_blocks_T,
-        write_offsets_T=rows.write_offsets_T,
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
         most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
-    if windows:
-        attention = replace(attention, windowed=windowed(attention, columns, windows, rows, kernels))
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(chunk_columns)
     replay = None if host.replay is None else host.replay.with_tensors(replayed, kernels)
@@ -364,35 +356,45 @@ def to_device(
     stored = [(columns.last_row, columns.state_dst)]
     if any(host.chunks.cut_slots):
         stored.append((cut_rows_C, chunks.cut_slots_C))
-    return DeviceBatch(step, columns, stored, TiledRows(*tiled) if tiles else None, others_T)
+    planned = planned_step(token_ids_T, query_starts_N1, columns)
+    return DeviceBatch(step, planned, stored, TiledRows(*tiled) if tiles else None, others_T)
 
 
-def windowed(
-    attention: AttentionBatch,
+def locate(
     columns: SequenceColumns[Tensor],
-    window_tables: Sequence[Tensor],
-    rows: RowAddresses,
+    query_starts_N1: Tensor,
+    tables: Sequence[Tensor],
+    num_rows: int,
     kernels: Kernels,
-) -> tuple[AttentionBatch, ...]:
-    """Return a step as layers with windows of each size take it, which write all of its rows to window blocks.
+    *,
+    are_single: bool = False,
+    **lengths: Any,
+) -> tuple[RowAddresses, AttentionBatch]:
+    """Return where the rows of a step are, and what layers attend to: with windows, each size writes all rows.
 
     Args:
-        window_tables: ``window_table_NM`` of each size.
-        rows: of the step in other blocks.
+        tables: ``block_table_NM``, then ``window_table_NM`` of each size.
+        are_single: as of ``locate_rows``.
+        lengths: fields of ``AttentionBatch`` that the host knows.
     """
-    ranges = (columns.start, columns.end, columns.start, columns.rotary_delta)
-    num_rows = len(rows.positions_T)
-    is_all_written = not attention.is_padded
-    return tuple(
-        replace(
-            attention,
-            block_table_NM=table_NM,
-            write_blocks_T=kernels[locate_rows](attention.query_starts_N1, *ranges, table_NM, num_rows).write_blocks_T,
-            is_all_written=is_all_written,
-            gathers={},
-        )
-        for table_NM in window_tables
+    block_table_NM, *window_tables = tables
+    start, end = columns.start, columns.end
+    ranges = (start, end, columns.kv_start, columns.rotary_delta)
+    rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, num_rows, are_single=are_single)
+    attention = AttentionBatch(
+        query_starts_N1=query_starts_N1,
+        context_lens_N=end,
+        block_table_NM=block_table_NM,
+        write_blocks_T=rows.write_blocks_T,
+        write_offsets_T=rows.write_offsets_T,
+        **lengths,
     )
+    windowed = list[AttentionBatch]()
+    for table_NM in window_tables:
+        written = kernels[locate_rows](query_starts_N1, start, end, start, columns.rotary_delta, table_NM, num_rows)
+        own = replace(attention, block_table_NM=table_NM, write_blocks_T=written.write_blocks_T, gathers={})
+        windowed.append(replace(own, is_all_written=not own.is_padded))
+    return rows, replace(attention, windowed=tuple(windowed))
 
 
 def _window_table(windows: Sequence[np.ndarray]) -> np.ndarray:

@@ -33,8 +33,8 @@ from strandline.device.batches.batch import (
     HostReplay,
     SequenceColumns,
     StoredRows,
+    locate,
     planned_step,
-    windowed,
 )
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
@@ -51,7 +51,6 @@ from strandline.kernels.sampling.verification import (
     SampledSequences,
     VerificationTables,
 )
-from strandline.kernels.step import locate_rows
 from strandline.records.plan import MAX_STOP_IDS
 
 ADAPTER_COLUMNS: Final = ("adapter_rows", "adapter_slots", "adapter_slots_of_rows")
@@ -248,25 +247,20 @@ class PaddedStep:
             window_tables: ``window_table_NM`` of each size of windows.
         """
         size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
-        query_starts_N1 = named["query_starts"]
-        ranges = (columns.start, columns.end, columns.kv_start, columns.rotary_delta)
-        are_single = not size.has_filler
-        rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, size.num_rows, are_single=are_single)
         num_single = 0 if size.has_drafts else size.num_decodes
         room = room_of(size.num_sequences - num_single, size.num_rows - num_single)
-        attention = AttentionBatch(
+        rows, attention = locate(
+            columns,
+            named["query_starts"],
+            [block_table_NM, *window_tables],
+            size.num_rows,
+            kernels,
+            are_single=not size.has_filler,
             query_starts=(*range(num_single), *(num_single + row for row in room)) if size.has_filler else (),
             context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
-            query_starts_N1=query_starts_N1,
-            context_lens_N=columns.end,
-            block_table_NM=block_table_NM,
-            write_blocks_T=rows.write_blocks_T,
-            write_offsets_T=rows.write_offsets_T,
             is_all_written=False,
             is_padded=True,
         )
-        if window_tables:
-            attention = replace(attention, windowed=windowed(attention, columns, window_tables, rows, kernels))
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
         counts = (num_single, num_single)
         whole = partial(StepBatch, named["token_ids"], rows.positions_T, *counts)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.batches.batch import HostBatch, build_host_batch, to_device
+from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.batches.padded_step import single_rows
 from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.drafter import Drafts, StepRows, Verified, stateless_plan
@@ -123,9 +123,9 @@ class DraftLayer:
         # What was sampled is in the order of the plan.
         ends = sorted((pair.index, row) for row, pair in last_rows if pair.is_open)
         hidden_rows = np.concatenate([pair.rows() for pair in pairs])
-        batch, (rows_T, drafting_N, ends_N) = self._upload(
-            host, [hidden_rows, [row for row, _ in drafting], [row for _, row in ends]]
-        )
+        others: list[Sequence[int] | np.ndarray] = [hidden_rows, [row for row, _ in drafting], [row for _, row in ends]]
+        uploaded = to_device(host, rows.hidden_XE.device, self._kernels, others)
+        batch, (rows_T, drafting_N, ends_N) = uploaded.step, uploaded.others
         batch.token_ids_T.index_copy_(0, ends_N, self._last.tokens_P[: len(ends)].clamp_min(0))
         hidden_TE = rows.hidden_XE.index_select(0, rows_T)
         if not drafting:
@@ -134,19 +134,12 @@ class DraftLayer:
 
         def single(index: int, token_N: Tensor) -> StepBatch:
             plans = [_further_plan(pair, index) for _, pair in drafting]
-            further, _ = self._upload(build_host_batch(plans, len(plans)))
-            return replace(further, token_ids_T=token_N)
+            further = to_device(build_host_batch(plans, len(plans)), token_N.device, self._kernels)
+            return replace(further.step, token_ids_T=token_N)
 
         num_drafts = max(pair.num_drafts for _, pair in drafting)
         tokens_ND = self._drafts(batch, hidden_TE, drafting_N, single, num_drafts)
         return Drafts({pair.index: row for row, (_, pair) in enumerate(drafting)}, tokens_ND)
-
-    def _upload(
-        self, host: HostBatch, others: Sequence[Sequence[int] | np.ndarray] = ()
-    ) -> tuple[StepBatch, Sequence[Tensor]]:
-        """Return a batch of pairs on the device, and what comes there with it."""
-        uploaded = to_device(host, self._last.tokens_P.device, self._kernels, others)
-        return uploaded.step, uploaded.others
 
     def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
         """Store keys and values of the pairs of decodes, each ending with the token that was sampled after it."""

@@ -199,6 +199,8 @@ class Layout:
         is_verification = graphs is not None and has_drafts and _can_verify(sequences)
         order, num_decodes = _order(sequences, _IS_VERIFICATION if is_verification else _IS_DECODE)
         in_order = order if is_verification else range(len(sequences))
+        candidates = self._candidates(sequences, in_order, self._synthetic_rates if has_drafts else None)
+        stored = [i for i, x in enumerate(sequences) if x.end == x.start or (self._keeps_pairs and x.reads_stored)]
         batch = None
         if order:
             ordered = [sequences[index] for index in order]
@@ -214,15 +216,7 @@ class Layout:
         if batch is not None and is_verification and captured is None:
             # Kernels that are launched one by one take these decodes as prompts.
             batch = replace(batch, num_decodes=0, num_decode_rows=0)
-        return HostStep(
-            sequences,
-            order,
-            batch,
-            captured,
-            stored=[i for i, x in enumerate(sequences) if x.end == x.start or (self._keeps_pairs and x.reads_stored)],
-            candidates=self._candidates(sequences, in_order, self._synthetic_rates if has_drafts else None),
-            is_plain=is_plain,
-        )
+        return HostStep(sequences, order, batch, captured, stored, candidates, is_plain)
 
     def _locate(self, ordered: Sequence[SequencePlan], is_verification: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return where the last step left pending tokens, and the stop tokens to compare on the device."""

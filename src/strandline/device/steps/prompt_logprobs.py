@@ -3,8 +3,8 @@
 Shape suffixes: X rows of hidden states, N prompt tokens, P part of the vocabulary, E hidden size.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from torch import Tensor
 
@@ -20,22 +20,9 @@ LOGPROB_ROWS: Final = 256
 """Prompt tokens whose logits are in memory at a time: a step's scratch memory must not depend on requests' options."""
 
 
-class PromptLogprobs(NamedTuple):
-    """Log-probabilities of the next tokens of prompts, on their way to the host, by request."""
-
-    tensors: Mapping[RequestId, Sequence[LogprobTensors]]
-    failures: Mapping[RequestId, str]
-    """Why some cannot be computed: an exception concerned the request alone."""
-
-    @classmethod
-    def joined(cls, parts: Iterable["PromptLogprobs"]) -> "PromptLogprobs":
-        """Return those of steps that were computed one after the other."""
-        tensors, failures = dict[RequestId, list[LogprobTensors]](), dict[RequestId, str]()
-        for part in parts:
-            failures |= part.failures
-            for request_id, own in part.tensors.items():
-                tensors.setdefault(request_id, []).extend(own)
-        return cls(tensors, failures)
+PromptLogprobs = tuple[RequestId, LogprobTensors | str]
+"""Log-probabilities of next tokens of a request's prompt, on their way to the host; or why they cannot be computed: an
+exception concerned the request alone."""
 
 
 def fetch_prompt_logprobs(
@@ -44,16 +31,16 @@ def fetch_prompt_logprobs(
     logits: Callable[[Tensor], Tensor],
     states: Mapping[RequestId, SamplingState],
     kernels: Kernels,
-) -> PromptLogprobs:
+) -> list[PromptLogprobs]:
     """Fetch the log-probabilities of prompts' tokens, of those sequences that ask for them.
 
     Deterministic, they are computed by whole blocks: torch's order of sums depends on the number of rows.
     """
     max_rows = BLOCK_TOKENS if kernels.workload.is_deterministic else LOGPROB_ROWS
     asked, tokens = list[tuple[int, SamplingState]](), list[Sequence[int]]()
-    found, failures = dict[RequestId, list[LogprobTensors]](), dict[RequestId, str]()
+    found, failures = list[PromptLogprobs](), dict[RequestId, str]()
     if step.is_decoding:
-        return PromptLogprobs(found, failures)
+        return found
     for index, row in step.first_rows.items():
         sequence = step.sequences[index]
         state = states[sequence.request_id]
@@ -64,9 +51,8 @@ def fetch_prompt_logprobs(
             tokens.append(prompt[sequence.start + 1 : end + 1])
     for (row, state), tokens_N in zip(asked, upload_together(tokens, hidden_XE.device), strict=True):
         rows_NE, num_top = hidden_XE[row : row + len(tokens_N)], state.params.prompt_logprobs or 0
-        own = found[state.new.request_id] = []
         with catch_failure(failures, state.new.request_id):
             for hidden_NE, token_N in zip(rows_NE.split(max_rows), tokens_N.split(max_rows), strict=True):
                 logits_NP, tops = logits(hidden_NE), [num_top] * len(token_N)
-                own.append(LogprobTensors.of(logits_NP, token_N, tops, kernels.ranks))
-    return PromptLogprobs(found, failures)
+                found.append((state.new.request_id, LogprobTensors.of(logits_NP, token_N, tops, kernels.ranks)))
+    return [*found, *failures.items()]

@@ -1,5 +1,6 @@
 """A step in flight: what it computes is on its way to the host, and is read once the device is done."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import takewhile
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.failures import catch_failure
+from strandline.device.sampling.sampler import LogprobTensors
 from strandline.device.steps.drafter import Drafts
 from strandline.device.steps.prompt_logprobs import PromptLogprobs
 from strandline.device.steps.routed_experts import Routed
 from strandline.device.stores.transfers import Transfers
-from strandline.ids import NO_TOKEN
+from strandline.ids import NO_TOKEN, RequestId
 from strandline.records.plan import SequencePlan, StepResult, TokenLogprobs
 
 
@@ -25,7 +27,7 @@ class StepInFlight:
     chosen: Chosen
     drafts: Drafts | None
     """For the next step; None: no sequence wants any."""
-    prompt_logprobs: PromptLogprobs
+    prompt_logprobs: Sequence[PromptLogprobs]
     hidden_states: Mapping[int, Tensor]
     """Final hidden states by index in the plan, of sequences that ask for them."""
     routed: Routed | None
@@ -47,17 +49,24 @@ class StepInFlight:
         if self._done is not None:
             self._done.synchronize()
         token_ids: list[tuple[int, ...]] = [()] * len(self.sequences)
-        candidates, failures = self.chosen.candidates, {**self.prompt_logprobs.failures, **self.chosen.failures}
+        candidates, failures = self.chosen.candidates, dict[RequestId, str]()
+        of_prompts = defaultdict[RequestId, list[LogprobTensors]](list)
+        for request_id, found in self.prompt_logprobs:
+            if isinstance(found, str):
+                failures[request_id] = found
+            else:
+                of_prompts[request_id].append(found)
+        failures |= self.chosen.failures
         for each, tokens in zip(candidates, self.chosen.read(), strict=True):
             token_ids[each.plan_index] = tuple(tokens)
         logprobs, prompt_logprobs = dict[int, list[TokenLogprobs]](), dict[int, list[TokenLogprobs]]()
         for index, entries in self.chosen.logprobs.items():
             with catch_failure(failures, self.sequences[index].request_id):
                 logprobs[index] = [tensors.read()[0] for tensors in entries]
-        if self.prompt_logprobs.tensors:
+        if of_prompts:
             for index, sequence in enumerate(self.sequences):
                 with catch_failure(failures, sequence.request_id):
-                    parts = self.prompt_logprobs.tensors.get(sequence.request_id, ())
+                    parts = of_prompts.get(sequence.request_id, ())
                     prompt_logprobs[index] = [entry for tensors in parts for entry in tensors.read()]
         states = [(each.plan_index, each.state) for each in candidates]
         stopping = [(index, state) for index, state in states if state.stop_finder is not None]
