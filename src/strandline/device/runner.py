@@ -222,14 +222,14 @@ class Runner:
             chosen = self._choose(step, indices, hidden_XE)
             self._pending.remember(step.sampled_rows, None if step.verification else chosen.tokens_R)
             drafts = self._draft(step, hidden_XE, chosen)
-            chosen.fetch()
+            wanted = [each.plan_index for each in step.wanted]
             is_short = step.captured is None and 0 < plan.num_tokens <= LAUNCH_BOUND_TOKENS
             return StepInFlight(
                 plan.sequences,
                 chosen,
-                None if drafts is None else drafts.fetch(),
-                self._prompt_logprobs(step, hidden_XE),
-                step.fetch_wanted(indices, hidden_XE),
+                drafts,
+                fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels),
+                (wanted, hidden_XE[indices.wanted_rows]) if wanted else None,
                 fetch_routed(plan.sequences, self._memory.routing, self._states),
                 self.transfers,
                 self.device,
@@ -284,9 +284,6 @@ class Runner:
             return decodes.logits_NV
         return self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
 
-    def _prompt_logprobs(self, step: HostStep, hidden_XE: Tensor) -> list[PromptLogprobs]:
-        return fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels)
-
     def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen) -> Drafts | None:
         """Let the drafter store what it needs, and draft for the next step; None: no sequence wants drafts."""
         verification, drafts = step.verification, None
@@ -313,11 +310,11 @@ class Runner:
             for part in split_by_blocks(sequence):
                 with self._threads(part.end - part.start):
                     step, indices, hidden_XE = self._run([part], None)
-                    logprobs += self._prompt_logprobs(step, hidden_XE)
+                    logprobs += fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels)
                 if part.end < sequence.end:
                     continue
-                for hidden_E in step.fetch_wanted(indices, hidden_XE).values():
-                    hidden_states[index] = hidden_E
+                if step.wanted:
+                    hidden_states[index] = hidden_XE[-1]
                 if sequence.is_sampled:
                     with one_thread():
                         chosen[index] = self._choose(step, indices, hidden_XE)
@@ -325,9 +322,9 @@ class Runner:
         self._pending.remember(
             {sequences[index].request_id: row for row, index in enumerate(chosen)}, together.tokens_R
         )
-        together.fetch()
         routed = fetch_routed(sequences, self._memory.routing, self._states)
-        return StepInFlight(sequences, together, None, logprobs, hidden_states, routed, self.transfers, self.device)
+        wanted = ([*hidden_states], torch.stack([*hidden_states.values()])) if hidden_states else None
+        return StepInFlight(sequences, together, None, logprobs, wanted, routed, self.transfers, self.device)
 
     def _threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """Return a context that sets the number of threads for a step of this size."""

@@ -5,7 +5,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from strandline.device.hardware.upload import download
 from strandline.ids import NULL_LOG, PendingToken
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.sampling.verification import AcceptedDrafts, SampledSequences
@@ -45,16 +44,12 @@ def stateless_plan(sequence: SequencePlan, start: int, token_ids: tuple[int, ...
 
 
 class Drafts(NamedTuple):
-    """Drafts for the next step."""
+    """Drafts for the next step, on the device."""
 
     rows: Mapping[int, int]
     """The row of each sequence, by index in the plan."""
     tokens_ND: Tensor
     """More than a sequence wants, or ``NO_TOKEN``, may be in a row."""
-
-    def fetch(self) -> "Drafts":
-        """Begin to copy them to the host; return those that come."""
-        return self._replace(tokens_ND=download(self.tokens_ND))
 
 
 class Verified(NamedTuple):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
 from strandline.device.batches.pending import PendingTokens
-from strandline.device.hardware.upload import download
 from strandline.device.sampling.choice import Candidates
 from strandline.device.sampling.sampling_state import NO_STOPS, SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
@@ -57,6 +56,8 @@ class HostStep:
     candidates: Sequence[Candidates]
     """Those of the sequences that are sampled, in the plan's order or, if a padded step may verify drafts, the batch's.
     """
+    wanted: Sequence[Candidates]
+    """The sequences whose hidden states requests ask for: of the prompt's last token."""
     is_plain: bool
     """Whether it computes as if there were no drafts."""
 
@@ -141,23 +142,11 @@ class HostStep:
         return [] if self.verification is None else [x for each in self.candidates for x in each.verdicts]
 
     @property
-    def wanted(self) -> list[Candidates]:
-        """The sequences whose hidden states requests ask for: of the prompt's last token."""
-        return [each for each in self.candidates if each.state.wants_hidden_state]
-
-    @property
     def indices(self) -> Sequence[Sequence[int]]:
         """The ``StepIndices`` on the host."""
         slots = [self.sequences[index].state_src for index in self.stored]
         rows = [] if self.is_chosen_from_all else self.rows
         return slots, rows, [self.rows[each.first_row] for each in self.wanted]
-
-    def fetch_wanted(self, indices: StepIndices, hidden_XE: Tensor) -> dict[int, Tensor]:
-        """Begin to copy the hidden states that requests ask for to the host; return them by index in the plan."""
-        if not self.wanted:
-            return {}
-        hidden_NE = download(hidden_XE[indices.wanted_rows].float())
-        return {each.plan_index: hidden_E for each, hidden_E in zip(self.wanted, hidden_NE, strict=True)}
 
 
 class Layout:
@@ -216,7 +205,8 @@ class Layout:
         if batch is not None and is_verification and captured is None:
             # Kernels that are launched one by one take these decodes as prompts.
             batch = replace(batch, num_decodes=0, num_decode_rows=0)
-        return HostStep(sequences, order, batch, captured, stored, candidates, is_plain)
+        wanted = [each for each in candidates if each.state.wants_hidden_state]
+        return HostStep(sequences, order, batch, captured, stored, candidates, wanted, is_plain)
 
     def _locate(self, ordered: Sequence[SequencePlan], is_verification: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return where the last step left pending tokens, and the stop tokens to compare on the device."""

@@ -1,13 +1,14 @@
 """A step in flight: what it computes is on its way to the host, and is read once the device is done."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from strandline.device.hardware.upload import download
 from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.failures import catch_failure
 from strandline.device.sampling.sampler import LogprobTensors
@@ -21,15 +22,15 @@ from strandline.records.plan import SequencePlan, StepResult, TokenLogprobs
 
 @dataclass
 class StepInFlight:
-    """A step that has been launched whole, and whose outputs are on their way to the host."""
+    """A step that has been launched whole. What it computes is on its way to the host, and is read when it is there."""
 
     sequences: Sequence[SequencePlan]
     chosen: Chosen
     drafts: Drafts | None
     """For the next step; None: no sequence wants any."""
     prompt_logprobs: Sequence[PromptLogprobs]
-    hidden_states: Mapping[int, Tensor]
-    """Final hidden states by index in the plan, of sequences that ask for them."""
+    hidden_states: tuple[Sequence[int], Tensor] | None
+    """Indices in the plan of sequences that ask for final hidden states, and these; None: no sequence does."""
     routed: Routed | None
     """The experts of tokens; None: no sequence asks for them."""
     transfers: Transfers
@@ -38,7 +39,13 @@ class StepInFlight:
     """Whether launching took longer than the device needs to run the step."""
 
     def __post_init__(self, device: torch.device) -> None:
-        """Mark the end of the step on the device."""
+        """Fetch what has not been fetched, and mark the end of the step on the device."""
+        self.chosen.fetch()
+        if self.drafts is not None:
+            self.drafts = self.drafts._replace(tokens_ND=download(self.drafts.tokens_ND))
+        if self.hidden_states is not None:
+            indices, hidden_NE = self.hidden_states
+            self.hidden_states = indices, download(hidden_NE.float())
         self._done: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._done = torch.cuda.Event()
@@ -79,10 +86,16 @@ class StepInFlight:
             {index: state.stop_string for index, state in stopping if state.stop_string is not None},
             {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
             {index: state.is_bound for index, state in states if state.new.thinking is not None},
-            {index: hidden_E.numpy().tobytes() for index, hidden_E in self.hidden_states.items()},
+            self._read_hidden_states(),
             {} if self.routed is None else self.routed.read(),
             self.transfers.take(),
         )
+
+    def _read_hidden_states(self) -> dict[int, bytes]:
+        """Return the hidden states that sequences ask for, by their index."""
+        if self.hidden_states is None:
+            return {}
+        return {index: hidden_E.numpy().tobytes() for index, hidden_E in zip(*self.hidden_states, strict=True)}
 
     def _read_drafts(self) -> dict[int, tuple[int, ...]]:
         """Return the drafts that sequences want, by their index, up to the first that could not be chosen."""
