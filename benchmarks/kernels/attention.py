@@ -52,7 +52,7 @@ PREFILLS = {
     "1x512-over-91904": [(91904, 92416)],
 }
 PREFIXES = {name: ranges for name, ranges in PREFILLS.items() if len(ranges) == 1 and ranges[0][0] > 8192}
-DECODE_TILES = "16,32,4,2 16,32,4,3 16,32,4,4 16,32,4,5 16,16,4,5 16,16,2,6 16,64,4,2 16,64,4,3 16,64,8,3"
+DECODE_TILES = "16,32,2,4 16,32,4,2 16,32,4,3 16,32,4,4 16,32,4,5 16,16,4,5 16,16,2,6 16,64,4,2 16,64,4,3 16,64,8,3"
 PREFILL_TILES = "128,64,8,2 128,64,8,1 128,64,8,3 128,32,8,2 128,32,8,3 128,32,8,4 64,64,4,1 64,32,4,2 64,64,8,2"
 """Rows, keys, warps and stages."""
 
@@ -163,7 +163,7 @@ def torch_prefill(heads: Heads, step: Ranges) -> dict[str, Call]:
 
 def decode_launches() -> Iterator[Launch]:
     for tile in parse_launches(Tile, DECODE_TILES):
-        yield Launch(str(tuple(tile)), {"attention.attention_triton.DECODE_TILE": tile})
+        yield Launch(str(tuple(tile)), {"attention.attention_triton.decode_tile": tile})
     for programs in (132, 264, 396, 528, 792):
         yield Launch(f"{programs} programs", {"attention.attention_triton.DECODE_PROGRAMS": programs})
 

@@ -59,13 +59,20 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 from strandline.kernels.stages_triton import staged
 
-DECODE_PROGRAMS = 2 * NUM_SMS
-"""Programs that a step of few decodes is split into. 512 programs of 17 blocks take 75 µs, and 100 µs split in two: 256
-sequences with two heads of keys and values each on an H200."""
+DECODE_PROGRAMS = 3 * NUM_SMS
+"""Programs that a step of few decodes is split into: three fit on a multiprocessor."""
+
+DECODE_BYTES = 8_000_000
+"""Decodes are not split where this many bytes are under way without it: 128 programs with a head dim of 256 take 40 µs
+in one part, and 49 in two or three (benchmarks/results/2026-11-28-h200-families.md)."""
 
 DECODE_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=3)
 """Two tiles of 32 KiB in flight per program, three programs per SM. With three tiles and two programs, 16 sequences of
 4,608 tokens take 103 µs (4B) and 64 (35B-A3B) on an H200, with these 94 and 61."""
+
+NARROW_DECODE_TILE = Tile(rows=16, keys=32, num_warps=2, num_stages=4)
+"""Up to a head dim of 128: three tiles of up to 16 KiB. A layer of 8 such heads takes 192 µs with 64 sequences of 1,152
+tokens, and 206 with the other (benchmarks/results/2026-11-28-h200.md)."""
 
 PREFILL_TILE = Tile(rows=128, keys=64, num_warps=8, num_stages=2)
 """Two warp groups, 128 accumulators per thread at a head dim of 256; queries and two tiles of keys and values fill
@@ -643,16 +650,32 @@ def _attend_all(call: _Call, num_decodes: int, launches: Launches) -> None:
         _attend_prefills(call, num_decodes, launches)
 
 
+def decode_tile(call: _Call) -> Tile:
+    """Return how decodes are launched."""
+    if call.q_THD.dtype == torch.float32:
+        return FLOAT32_TILE
+    is_narrow = padded(call.q_THD.shape[2]) <= 128 and call.group <= NARROW_DECODE_TILE.rows
+    return NARROW_DECODE_TILE if is_narrow else DECODE_TILE
+
+
+def least_decode_programs(num_programs: int, tile: Tile, k_BPGD: Tensor) -> int:
+    """Return how many programs decodes are split into at least, if they are ``num_programs`` with one split."""
+    # Keys and values that a program loads ahead.
+    bytes_each = (tile.num_stages - 1) * tile.keys * 2 * k_BPGD.shape[3] * k_BPGD.element_size()
+    return num_programs if num_programs * bytes_each >= DECODE_BYTES else DECODE_PROGRAMS
+
+
 def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows of the decodes."""
     q_THD, memory, batch, out_THD, _, window_tokens, *_ = call
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = call.num_kv_heads
-    tile = FLOAT32_TILE if q_THD.dtype == torch.float32 else DECODE_TILE
+    tile, num_programs = decode_tile(call), num_decodes * num_kv_heads
     num_blocks = batch.block_table_NM.shape[1]
     if window_tokens is not None:
         num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
-    plan = plan_decodes(num_decodes * num_kv_heads, num_blocks, launches, least_programs=DECODE_PROGRAMS)
+    least_programs = least_decode_programs(num_programs, tile, memory.k_BPGD)
+    plan = plan_decodes(num_programs, num_blocks, launches, least_programs=least_programs)
     partials = scratch(out_THD, num_decodes, plan.num_splits, is_needed=plan.is_split)
     _decode_kernel[(num_decodes, num_kv_heads, plan.num_splits)](
         q_THD,

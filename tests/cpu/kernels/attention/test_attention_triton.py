@@ -24,6 +24,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.attention import attention_prefix_triton, attention_splits, attention_triton
+from strandline.kernels.attention.tiles_triton import Tile
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
 """``|out - ref| / |ref|``: scores of up to 30 in float32, as exponents; bfloat16 weights and results, of 8 bits."""
@@ -360,9 +361,30 @@ def test_few_decodes_are_split_and_long_ones_bounded(num_programs: int, num_bloc
     assert num_decode_splits(num_programs, num_blocks) == splits
 
 
-@pytest.mark.parametrize(("num_programs", "splits"), [(2, 17), (32, 9), (128, 3), (264, 1), (512, 1)])
-def test_decodes_that_occupy_a_gpu_are_not_split(num_programs: int, splits: int) -> None:
-    assert num_decode_splits(num_programs, 17, attention_triton.DECODE_PROGRAMS) == splits
+@pytest.mark.parametrize(
+    ("num_programs", "head_dim", "splits"),
+    [(2, 256, 17), (64, 256, 7), (128, 256, 1), (128, 128, 4), (256, 128, 1), (256, 64, 2), (512, 64, 1)],
+)
+def test_decodes_that_have_enough_bytes_under_way_are_not_split(num_programs: int, head_dim: int, splits: int) -> None:
+    tile = attention_triton.DECODE_TILE if head_dim > 128 else attention_triton.NARROW_DECODE_TILE
+    k_BPGD = torch.empty(1, 64, 1, head_dim, dtype=torch.bfloat16, device="meta")
+    least_programs = attention_triton.least_decode_programs(num_programs, tile, k_BPGD)
+    assert num_decode_splits(num_programs, 17, least_programs) == splits
+
+
+@pytest.mark.parametrize(
+    ("heads", "tile"),
+    [
+        ((2, 4, 128), attention_triton.NARROW_DECODE_TILE),
+        ((1, 16, 128), attention_triton.NARROW_DECODE_TILE),
+        ((1, 17, 128), attention_triton.DECODE_TILE),
+        ((4, 1, 129), attention_triton.DECODE_TILE),
+    ],
+)
+def test_narrow_heads_have_a_tile_of_two_warps(heads: tuple[int, int, int], tile: Tile) -> None:
+    case = make_case([(0, 1)], heads=heads)
+    call = attention_triton._Call(case.q_THD.bfloat16(), case.memory, case.batch, case.q_THD, 1.0, None)
+    assert attention_triton.decode_tile(call) == tile
 
 
 @pytest.mark.parametrize(("num_programs", "num_tiles", "splits"), [(16, 66, 8), (1024, 128, 1), (256, 66, 1)])
