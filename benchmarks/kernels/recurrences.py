@@ -24,12 +24,11 @@ from strandline.kernels.recurrences import (
     gdn_prefill_triton,
     head_decay_triton,
     mamba1_prefill_triton,
-    mamba1_triton,
     rglru_triton,
 )
 from strandline.kernels.recurrences.conv1d import Convolution, causal_conv1d_prefill, causal_conv1d_update
+from strandline.kernels.recurrences.decode_launches import DecodeLaunch
 from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill
-from strandline.kernels.recurrences.gdn_decode_triton import Launch as GdnLaunch
 from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_prefill
 from strandline.kernels.recurrences.lightning import LightningInputs, lightning_decode, lightning_prefill
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_decode, mamba1_prefill
@@ -130,9 +129,8 @@ DECODE_TILES = "8,1 16,1 16,2 32,1 32,2 32,4 64,2 64,4 64,8"
 SEGMENTED = (1, 2 * NUM_SMS, 4 * NUM_SMS, 8 * NUM_SMS)
 
 
-def head_decay_decodes() -> Iterator[Launch]:
-    tiles = parse_launches(head_decay_triton.DecodeLaunch, DECODE_TILES)
-    return constants("head_decay_triton.FEW", "head_decay_triton.MANY", values=tiles)
+def decodes(module: str, tiles: str = DECODE_TILES) -> Iterator[Launch]:
+    return constants(f"{module}.choose_decode", values=parse_launches(DecodeLaunch, tiles))
 
 
 def head_decay_prefills(name: str) -> Iterator[Launch]:
@@ -159,21 +157,11 @@ def rglru_prefills() -> Iterator[Launch]:
     yield from divisions("rglru_triton", rglru_triton.DIVISION, 6, 12, 24, 32)
 
 
-def mamba1_decodes() -> Iterator[Launch]:
-    tiles = parse_launches(mamba1_triton.Launch, f"{DECODE_TILES} 128,4 128,8")
-    return constants("mamba1_triton.FEW", "mamba1_triton.MANY", values=tiles)
-
-
 def mamba1_prefills() -> Iterator[Launch]:
     tiles = parse_launches(mamba1_prefill_triton.Launch, "1,2 1,4 1,8 2,2 2,4 4,2 4,4")
     yield from constants("mamba1_prefill_triton.LAUNCH", values=tiles)
     yield from divisions("mamba1_prefill_triton", mamba1_prefill_triton.DIVISION, 4, 8, 12, 16, 24)
     yield from constants("mamba1_prefill_triton.WIDENED_TOKENS", values=(0, 1 << 30))
-
-
-def gdn_decodes() -> Iterator[Launch]:
-    tiles = [GdnLaunch(v, w) for v in (8, 16, 32, 64, 128) for w in (1, 2, 4, 8) if v <= 64 * w]
-    return constants("gdn_decode_triton.FEW", "gdn_decode_triton.MANY", values=tiles)
 
 
 def gdn_prefills() -> Iterator[Launch]:
@@ -214,7 +202,7 @@ def gdn(num_heads: int, head_dim: int = 128, state_dtype: torch.dtype = torch.fl
         lambda: (decay_rates(num_heads, 4), per_head(num_heads)),
         (num_heads, head_dim, head_dim),
         num_heads * flops_of_head + keys * 4 * rows * rows * head_dim,
-        gdn_decodes,
+        partial(decodes, "gdn_decode_triton", f"{DECODE_TILES} 64,1 128,2 128,4 128,8"),
         gdn_prefills,
         state_dtype,
     )
@@ -230,7 +218,7 @@ def mamba2(num_heads: int, head_dim: int, num_groups: int, state_dim: int) -> Ki
         lambda: (decay_rates(num_heads), per_head(num_heads), per_head(num_heads), (0.0, torch.inf)),
         (num_heads, state_dim, head_dim),
         linear_flops(num_heads, num_groups, state_dim, head_dim),
-        head_decay_decodes,
+        partial(decodes, "head_decay_triton"),
         partial(head_decay_prefills, "NARROW"),
     )
 
@@ -245,7 +233,7 @@ def kda(num_heads: int, head_dim: int = 128) -> Kind:
         lambda: (decay_rates(num_heads), per_head(*heads) - 4.0, None),  # decays as moderate as published models' are
         (num_heads, head_dim, head_dim),
         num_heads * 2 * rows * (3 * head_dim**2 + 4 * rows * head_dim + rows**2),
-        head_decay_decodes,
+        partial(decodes, "kda_triton"),
         kda_prefills,
     )
 
@@ -278,7 +266,7 @@ def mamba1(width: int, state_dim: int = 16) -> Kind:
         lambda: (per_head(width), per_head(width), per_head(width, state_dim)),
         (width, state_dim),
         0,
-        mamba1_decodes,
+        partial(decodes, "mamba1_triton", f"{DECODE_TILES} 128,4 128,8"),
         mamba1_prefills,
     )
 

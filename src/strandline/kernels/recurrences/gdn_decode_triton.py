@@ -20,8 +20,6 @@ Shape suffixes as in ``kernels/recurrences/gdn_log.py``.
 """
 # mypy: ignore-errors
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -31,37 +29,11 @@ from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.recurrences.decode_launches import HEADS, HEADS_WITH_LOG, DecodeLaunch, choose_decode
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_log import LogMemory
 from strandline.kernels.recurrences.gdn_log_triton import add_logged, load_logged, weights_of_logged
 from strandline.kernels.sizes import cdiv, next_power_of_2, strides
-
-
-class Launch(NamedTuple):
-    """Launch parameters of the kernel."""
-
-    block_v: int
-    num_warps: int
-
-
-FEW = Launch(block_v=16, num_warps=1)
-"""For batches that do not fill the GPU: 256 programs per sequence of 32 heads. One warp ends the sums over K in
-shuffles, with no barrier. On an H200, 3.1, 6.0 and 10.4 µs for one, four and eight sequences, where ``MANY`` takes 4.6,
-7.4 and 11.1."""
-
-FEW_SEQUENCES = 8
-
-MANY = Launch(block_v=64, num_warps=4)
-"""Rows of a tile are 256 bytes, and four programs of 32 KiB, the registers' limit, fit on a multiprocessor: 21.1, 70.6
-and 270.9 µs for 16, 64 and 256 sequences (93 % of a copy's bandwidth), where tiles of 32 columns take 21.9, 76.7 and
-294.6. Neither cache hints nor tiles fetched ahead by persistent programs gained anything."""
-
-FEW_LOGGED_SEQUENCES = 4
-
-MANY_LOGGED = Launch(block_v=32, num_warps=1)
-"""One warp: no barrier, in a kernel that is more sums than loads. On an H200, 8.9, 15.9, 50.4 and 176 µs for 8, 16, 64
-and 256 sequences, a mean over logs of any length, where the state written in every step takes 11.2, 20.8, 72.2 and 273.
-Other tiles: ``docs/decisions/0008-log-of-decoded-tokens.md``."""
 
 
 def gdn_decode(
@@ -72,15 +44,15 @@ def gdn_decode(
     The last dimension of every tensor must be contiguous, and each slot's ``[H, K, V]``. No sequence's ``src`` may be
     another sequence's ``dst``.
     """
-    is_small = len(inputs.q_TGK) <= FEW_SEQUENCES and launches is Launches.MEASURED
-    return _decode(inputs, state_SHKV, slots, (None,) * 6, 0, FEW if is_small else MANY)
+    launch = choose_decode(HEADS, len(inputs.q_TGK), launches)
+    return _decode(inputs, state_SHKV, slots, (None,) * 6, 0, launch)
 
 
 def gdn_decode_logged(
     inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """As ``gdn_log.gdn_decode_logged``, and strides as in :func:`gdn_decode`; logs are contiguous."""
-    launch = FEW if len(inputs.q_TGK) <= FEW_LOGGED_SEQUENCES else MANY_LOGGED
+    launch = choose_decode(HEADS_WITH_LOG, len(inputs.q_TGK))
     log = (memory.key_JGLK, memory.value_JHLV, memory.decay_JHL, logs.log_N, logs.len_N, logs.num_folded_N)
     return _decode(inputs, state_SHKV, slots, log, memory.decay_JHL.shape[2], launch)
 
@@ -91,7 +63,7 @@ def _decode(
     slots: Slots,
     log: tuple[Tensor | None, ...],
     num_places: int,
-    launch: Launch,
+    launch: DecodeLaunch,
 ) -> Tensor:
     """Launch the kernel; with no places in a log, without logs."""
     *tensors, max_beta = inputs

@@ -51,6 +51,7 @@ from strandline.kernels.gpu import Gpu, gpu_of
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.recurrences.decode_launches import HEADS, choose_decode
 from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
 from strandline.kernels.stages_triton import staged
@@ -91,22 +92,6 @@ WANTED_PROGRAMS = 4 * NUM_SMS
 
 MIN_SEGMENT_CHUNKS = 8
 MAX_SEGMENTS = 16
-
-
-class DecodeLaunch(NamedTuple):
-    """How the decode kernel is launched."""
-
-    block_v: int
-    num_warps: int
-
-
-FEW = DecodeLaunch(block_v=16, num_warps=1)
-"""For batches that do not fill the GPU; one warp ends the sums over K in shuffles, with no barrier."""
-
-FEW_SEQUENCES = 8
-
-MANY = DecodeLaunch(block_v=64, num_warps=4)
-"""Rows of a tile are 256 bytes."""
 
 
 class Gates(NamedTuple):
@@ -410,11 +395,6 @@ def prefill(
     return out_THV
 
 
-def choose_decode_launch(num_sequences: int, launches: Launches) -> DecodeLaunch:
-    """Return the launch for a batch."""
-    return FEW if num_sequences <= FEW_SEQUENCES and launches is Launches.MEASURED else MANY
-
-
 def decode(inputs: HeadDecayInputs, state_SHKV: Tensor, slots: Slots, launches: Launches) -> Tensor:
     """Advance N sequences by one token each; return ``out_NHV`` in the dtype of ``v_NHV``.
 
@@ -423,7 +403,7 @@ def decode(inputs: HeadDecayInputs, state_SHKV: Tensor, slots: Slots, launches: 
     q_NGK, k_NGK, v_NHV, gates, skip_H = inputs
     num_sequences, num_heads, value_dim = v_NHV.shape
     _, num_groups, key_dim = k_NGK.shape
-    launch = choose_decode_launch(num_sequences, launches)
+    launch = choose_decode(HEADS, num_sequences, launches)
     out_NHV = torch.empty(v_NHV.shape, dtype=v_NHV.dtype, device=v_NHV.device)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](

@@ -37,6 +37,7 @@ from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.recurrences.decode_launches import HEADS, choose_decode
 from strandline.kernels.recurrences.delta_rule_triton import (
     FEW_PROGRAMS,
     Prepared,
@@ -46,7 +47,6 @@ from strandline.kernels.recurrences.delta_rule_triton import (
 )
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS
 from strandline.kernels.recurrences.gdn_prefill_triton import inverse_unit_lower
-from strandline.kernels.recurrences.head_decay_triton import choose_decode_launch
 from strandline.kernels.recurrences.kda import KimiDeltaInputs
 from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import (
@@ -330,7 +330,7 @@ def kda_decode(
     """
     *tensors, lower_bound = inputs
     q_NHK, k_NHK, v_NHV, f_NHK, b_NH, *_ = tensors
-    launch = choose_decode_launch(len(q_NHK), launches)
+    launch = choose_decode(HEADS, len(q_NHK), launches)
     num_sequences, num_heads, value_dim = v_NHV.shape
     key_dim = k_NHK.shape[2]
     out_NHV = torch.empty(v_NHV.shape, dtype=q_NHK.dtype, device=q_NHK.device)

@@ -11,8 +11,6 @@ Shape suffixes: as in ``mamba1_log.py``.
 """
 # mypy: ignore-errors
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,46 +19,25 @@ from torch import Tensor
 from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
+from strandline.kernels.recurrences.decode_launches import CHANNELS, DecodeLaunch, choose_decode
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
 from strandline.kernels.recurrences.mamba1_log import LogMemory
 from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import LOG2_E, fast_exp2, load_state, softplus, store_state
 
 
-class Launch(NamedTuple):
-    """How a kernel is launched."""
-
-    block_v: int
-    num_warps: int
-
-
-FEW = Launch(block_v=32, num_warps=4)
-"""For batches that do not fill the GPU: 4 of a state's numbers, one load, are a thread's. With 8 sequences of 8,192
-channels 3.7 us (benchmarks/kernels, `mamba1/decode`, an H200); with 16 channels and 2 warps 6.0."""
-
-FEW_SEQUENCES = 8
-
-MANY = Launch(block_v=64, num_warps=2)
-"""More of what a program loads once, its projections and addresses, is shared by more channels."""
-
-
-def choose_launch(num_sequences: int, launches: Launches = Launches.MEASURED) -> Launch:
-    """Return the launch for a batch: others may sum a state in another order."""
-    return FEW if num_sequences <= FEW_SEQUENCES and launches is Launches.MEASURED else MANY
-
-
 def mamba1_decode(
     inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """As ``mamba1.mamba1_decode``; the last dimension of every tensor must be contiguous."""
-    return _decode(inputs, state_SVK, slots, None, None, choose_launch(len(slots.src_N), launches))
+    return _decode(inputs, state_SVK, slots, None, None, choose_decode(CHANNELS, len(slots.src_N), launches))
 
 
 def mamba1_decode_logged(
     inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """As :func:`strandline.kernels.recurrences.mamba1_log.mamba1_decode_logged`; logs are contiguous."""
-    return _decode(inputs, state_SVK, slots, memory, logs, choose_launch(len(slots.src_N)))
+    return _decode(inputs, state_SVK, slots, memory, logs, choose_decode(CHANNELS, len(slots.src_N)))
 
 
 def _decode(
@@ -69,7 +46,7 @@ def _decode(
     slots: Slots,
     memory: LogMemory | None,
     logs: LogBatch | None,
-    launch: Launch,
+    launch: DecodeLaunch,
 ) -> Tensor:
     x_NV, z_NV, B_NK, C_NK, dt_NV, *_ = inputs
     num_sequences, (num_channels, state_dim) = len(slots.src_N), state_SVK.shape[1:]
@@ -91,7 +68,7 @@ def mamba1_fold(
 ) -> None:
     """As :func:`strandline.kernels.recurrences.mamba1_log.mamba1_fold`; each layer's logs are contiguous."""
     num_layers, _, num_channels, state_dim = state_RSVK.shape
-    launch = choose_launch(len(slot_N) * num_layers)
+    launch = choose_decode(CHANNELS, len(slot_N) * num_layers)
     _fold_kernel[(cdiv(num_channels, launch.block_v), len(slot_N), num_layers)](
         state_RSVK, memory.step_JLV, memory.input_JLV, memory.B_JLK, A_log_RVK, slot_N, log_N, len_N,
         state_RSVK.stride(0), state_RSVK.stride(1), memory.step_JLV.stride(0), memory.input_JLV.stride(0),
