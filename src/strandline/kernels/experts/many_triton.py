@@ -196,51 +196,14 @@ def _up_kernel(
         _activate_shared(shared, hidden, num_shared, num_shared * TOP_K, F, ACTIVATE, DTYPE, BLOCK_M, BLOCK_N)
     first = tl.load(starts_ptr + expert) + tl.program_id(1) * BLOCK_M
     end = tl.load(starts_ptr + tl.minimum(expert + 1, num_experts))
+    tile = (x, weight, bias_ptr, expert, choices_ptr, hidden)
     for row in range(first, end, tl.num_programs(1) * BLOCK_M):
         if IS_HALVED and end - row <= BLOCK_M // 2:
             _up_tile(
-                x,
-                weight,
-                bias_ptr,
-                expert,
-                choices_ptr,
-                hidden,
-                row,
-                end,
-                D,
-                F,
-                TILE,
-                LAYOUT,
-                ACTIVATE,
-                DTYPE,
-                TOP_K,
-                IS_EVEN,
-                BLOCK_M // 2,
-                BLOCK_N,
-                BLOCK_K,
+                *tile, row, end, D, F, TILE, LAYOUT, ACTIVATE, DTYPE, TOP_K, IS_EVEN, BLOCK_M // 2, BLOCK_N, BLOCK_K
             )
         else:
-            _up_tile(
-                x,
-                weight,
-                bias_ptr,
-                expert,
-                choices_ptr,
-                hidden,
-                row,
-                end,
-                D,
-                F,
-                TILE,
-                LAYOUT,
-                ACTIVATE,
-                DTYPE,
-                TOP_K,
-                IS_EVEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
+            _up_tile(*tile, row, end, D, F, TILE, LAYOUT, ACTIVATE, DTYPE, TOP_K, IS_EVEN, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
 @triton.jit
@@ -343,51 +306,15 @@ def _down_kernel(
         # Fewer choices are listed where others are of experts that are not held.
         first = tl.where(is_shared, num_choices, first)
         end = tl.where(is_shared, num_choices + num_shared, end)
+    tile = (hidden, weight, bias_ptr, expert, choices_ptr, out_ptr)
+    shared = (num_choices, is_shared)
     for row in range(first + tl.program_id(1) * BLOCK_M, end, tl.num_programs(1) * BLOCK_M):
         if IS_HALVED and end - row <= BLOCK_M // 2:
             _down_tile(
-                hidden,
-                weight,
-                bias_ptr,
-                expert,
-                choices_ptr,
-                out_ptr,
-                row,
-                end,
-                num_choices,
-                is_shared,
-                D,
-                F,
-                TILE,
-                LAYOUT,
-                HAS_SHARED,
-                IS_EVEN,
-                BLOCK_M // 2,
-                BLOCK_N,
-                BLOCK_K,
+                *tile, row, end, *shared, D, F, TILE, LAYOUT, HAS_SHARED, IS_EVEN, BLOCK_M // 2, BLOCK_N, BLOCK_K
             )
         else:
-            _down_tile(
-                hidden,
-                weight,
-                bias_ptr,
-                expert,
-                choices_ptr,
-                out_ptr,
-                row,
-                end,
-                num_choices,
-                is_shared,
-                D,
-                F,
-                TILE,
-                LAYOUT,
-                HAS_SHARED,
-                IS_EVEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
+            _down_tile(*tile, row, end, *shared, D, F, TILE, LAYOUT, HAS_SHARED, IS_EVEN, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
 def compute_choices(
