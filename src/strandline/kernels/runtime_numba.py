@@ -111,6 +111,17 @@ def packed_rows(x: Tensor) -> Tensor:
     return x
 
 
+def row_arguments(**tensors: Tensor) -> dict[str, int]:
+    """Return address and stride of the rows of each tensor, by its name and ``<name>_stride``."""
+    strides = {f"{name}_stride": tensor.stride(0) for name, tensor in tensors.items()}
+    return {**addresses(**tensors), **strides}
+
+
+def addresses(**tensors: Tensor) -> dict[str, int]:
+    """Return the address of each tensor by its name."""
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
 BLOCK_FIELDS: Final = "k k_block_stride k_token_stride k_head_stride v v_block_stride v_token_stride v_head_stride "
 """Where keys and values of all blocks lie."""
 

@@ -1,13 +1,11 @@
-"""What the chunkwise prefills of Numba share: initial states, states and values in panels, and products of tokens.
+"""What recurrences of Numba share: where states and chunks are, states and values in panels, and products of tokens.
 
 A chunk's tokens and a state's value channels lie in panels of ``PANEL`` columns, as ``tile_numba.py`` multiplies them.
 
-Shape suffixes: S slots, H heads, K key channels, V value channels.
+Shape suffixes: N sequences, S slots, H heads, K key channels, V value channels.
 """
 
 # mypy: ignore-errors
-
-from collections import Counter
 
 import numpy as np
 import torch
@@ -15,9 +13,9 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import Slots
-from strandline.kernels.chunk_table import CHUNK_TOKENS
-from strandline.kernels.recurrences.chunkwise import MIN_EXPONENT
-from strandline.kernels.runtime_numba import exp, floats, helper, load, store
+from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
+from strandline.kernels.recurrences.chunkwise import MIN_EXPONENT, are_overwritten
+from strandline.kernels.runtime_numba import addresses, exp, floats, helper, load, store
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_numba import PANEL, multiply
 
@@ -26,22 +24,49 @@ MATRIX_ROW = TOKEN_PANELS * PANEL
 """Elements in a row of a chunk's matrices."""
 
 
+CHUNK_FIELDS = "sources num_sequences num_chunks first_chunks starts lengths cut_slots "
+
+
+def chunk_arguments(source_N: Tensor, chunks: ChunkTable) -> dict[str, int]:
+    """Return the arguments that ``CHUNK_FIELDS`` names."""
+    tables = {"first_chunks": chunks.first_chunks_N1, "starts": chunks.starts_C, "lengths": chunks.lengths_C}
+    return {
+        **addresses(sources=source_N, cut_slots=chunks.cut_slots_C, **tables),
+        "num_sequences": len(source_N),
+        "num_chunks": len(chunks.starts),
+    }
+
+
+def state_arguments(state_SHKV: Tensor) -> dict[str, int]:
+    """Return where the states of all slots lie.
+
+    Raises:
+        ValueError: they are not float32.
+    """
+    if state_SHKV.dtype != torch.float32:
+        raise ValueError(f"states are {state_SHKV.dtype}; these kernels read and write float32")
+    return {"states": state_SHKV.data_ptr(), "state_stride": state_SHKV.stride(0)}
+
+
+def refuse_overwritten(slots: Slots) -> None:
+    """Raise an error where a kernel of a token per sequence would write what it reads."""
+    if any(are_overwritten(slots)):
+        raise ValueError(f"a sequence writes where another one reads: from slots {slots.src_N} to {slots.dst_N}")
+
+
 def source_addresses(state_SHKV: Tensor, slots: Slots, cut_slots: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
     """Return copies of initial states that another sequence will overwrite; and addresses of all, 0 for zeros."""
-    src, dst = slots.src_N.tolist(), slots.dst_N.tolist()
-    writers = Counter(dst)
-    writers.update(cut_slots)
-    copies, addresses = [], []
+    copies, places = [], []
     first, slot_bytes = state_SHKV.data_ptr(), 4 * state_SHKV.stride(0)
-    for source, target in zip(src, dst, strict=True):
+    for source, is_overwritten in zip(slots.src_N.tolist(), are_overwritten(slots, cut_slots), strict=True):
         if source == NULL_SLOT:
-            addresses.append(0)
-        elif writers[source] > (source == target):
+            places.append(0)
+        elif is_overwritten:
             copies.append(state_SHKV[source].clone())
-            addresses.append(copies[-1].data_ptr())
+            places.append(copies[-1].data_ptr())
         else:
-            addresses.append(first + source * slot_bytes)
-    return copies, torch.tensor(addresses)
+            places.append(first + source * slot_bytes)
+    return copies, torch.tensor(places)
 
 
 @helper

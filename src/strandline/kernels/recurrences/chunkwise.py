@@ -43,7 +43,7 @@ def advance_chunks(advance: Advance, out_T: Tensor, state_SX: Tensor, slots: Slo
         chunks: the table of these T rows.
     """
     dst = slots.dst_N.tolist()
-    for i, source_X in enumerate(_sources(state_SX, slots.src_N.tolist(), dst, chunks.cut_slots)):
+    for i, source_X in enumerate(_sources(state_SX, slots, chunks.cut_slots)):
         state_X = source_X
         for chunk in range(chunks.first_chunks[i], chunks.first_chunks[i + 1]):
             rows = slice(chunks.starts[chunk], chunks.starts[chunk] + chunks.lengths[chunk])
@@ -56,7 +56,7 @@ def advance_chunks(advance: Advance, out_T: Tensor, state_SX: Tensor, slots: Slo
 def advance_tokens(advance: Advance, out_N: Tensor, state_SX: Tensor, slots: Slots) -> Tensor:
     """Advance N sequences by one token each; fill and return ``out_N``. Arguments as of ``advance_chunks``."""
     dst = slots.dst_N.tolist()
-    for i, source_X in enumerate(_sources(state_SX, slots.src_N.tolist(), dst, ())):
+    for i, source_X in enumerate(_sources(state_SX, slots, ())):
         rows = slice(i, i + 1)
         state_X, out_N[rows] = advance(source_X, rows)
         _store(state_SX, dst[i], state_X)
@@ -76,11 +76,12 @@ def chunk_decays(log_decay_MH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return decay_HMM, sum_HM1.exp().float(), decay_HMM[:, -1:].mT
 
 
-def is_overwritten(slots: Slots) -> bool:
-    """Return whether a sequence writes where another one reads."""
+def are_overwritten(slots: Slots, cut_slots: Sequence[int] = ()) -> list[bool]:
+    """Return for each sequence whether another one, or a cut, writes to the slot that it reads."""
     srcs, dsts = slots.src_N.tolist(), slots.dst_N.tolist()
-    own = dict(zip(dsts, srcs, strict=True))
-    return any(src != NULL_SLOT and src in own and (own[src] != src or srcs.count(src) > 1) for src in srcs)
+    writers = Counter(dsts)
+    writers.update(cut_slots)
+    return [src != NULL_SLOT and writers[src] > (src == dst) for src, dst in zip(srcs, dsts, strict=True)]
 
 
 def _store(state_SX: Tensor, slot: int, state_X: Tensor) -> None:
@@ -88,17 +89,15 @@ def _store(state_SX: Tensor, slot: int, state_X: Tensor) -> None:
         state_SX[slot] = state_X
 
 
-def _sources(state_SX: Tensor, src: Sequence[int], dst: Sequence[int], cut_slots: Sequence[int]) -> list[Tensor]:
+def _sources(state_SX: Tensor, slots: Slots, cut_slots: Sequence[int]) -> list[Tensor]:
     """Return each sequence's initial state in float32, to be read only: where it lies, or a copy if that is another
     dtype or others will overwrite it."""
-    writers = Counter(dst)
-    writers.update(cut_slots)
     zeros_X = torch.zeros_like(state_SX[0], dtype=torch.float32)
     sources = []
-    for source, target in zip(src, dst, strict=True):
+    for source, is_overwritten in zip(slots.src_N.tolist(), are_overwritten(slots, cut_slots), strict=True):
         if source == NULL_SLOT:
             sources.append(zeros_X)
-        elif writers[source] > (source == target):
+        elif is_overwritten:
             sources.append(state_SX[source].to(torch.float32, copy=True))
         else:
             sources.append(state_SX[source].float())

@@ -11,15 +11,16 @@ Shape suffixes as in ``gdn_log.py``.
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import LogBatch, Slots
-from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY, is_overwritten
+from strandline.kernels.recurrences.chunk_numba import refuse_overwritten, state_arguments
+from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_log import LogMemory
 from strandline.kernels.runtime_numba import (
+    addresses,
     arguments,
     claim,
     copy,
@@ -31,6 +32,7 @@ from strandline.kernels.runtime_numba import (
     load,
     packed_rows,
     prefetch,
+    row_arguments,
     store,
 )
 
@@ -46,14 +48,13 @@ LAYER_FIELDS = (
     + "dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride rates biases max_beta dst out "
 )
 
-LOG_FIELDS = "log_keys log_key_stride log_values log_value_stride log_decays log_decay_stride places "
+LOG_FIELDS = "log_keys log_keys_stride log_values log_values_stride log_decays log_decays_stride places "
 NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens num_folded".split(), 0)
 
 
 def gdn_decode(inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.gdn.gdn_decode`."""
-    if is_overwritten(slots):
-        raise ValueError(f"a sequence writes where another one reads: from slots {slots.src_N} to {slots.dst_N}")
+    refuse_overwritten(slots)
     return _decode(inputs, state_SHKV, slots, NO_LOGS)
 
 
@@ -61,11 +62,7 @@ def gdn_decode_logged(
     inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, memory: LogMemory, logs: LogBatch
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.gdn_log.gdn_decode_logged`."""
-    where = {
-        "logs": logs.log_N.data_ptr(),
-        "log_lens": logs.len_N.data_ptr(),
-        "num_folded": logs.num_folded_N.data_ptr(),
-    }
+    where = addresses(logs=logs.log_N, log_lens=logs.len_N, num_folded=logs.num_folded_N)
     return _decode(inputs, state_SHKV, slots, {**where, **_log_arguments(memory)})
 
 
@@ -76,9 +73,7 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
         _fold_kernel(
             len(slot_N) * num_heads,
             **_state_arguments(state_SHKV, num_key_heads),
-            slots=slot_N.data_ptr(),
-            logs=log_N.data_ptr(),
-            log_lens=len_N.data_ptr(),
+            **addresses(slots=slot_N, logs=log_N, log_lens=len_N),
             **_log_arguments(memory.of_layer(layer)),
         )
 
@@ -90,48 +85,26 @@ def layer_arguments(inputs: GatedDeltaInputs, state_SHKV: Tensor, dst_N: Tensor,
         **_state_arguments(state_SHKV, k.shape[1]),
         "dtype": kind(q),
         "gate_dtype": kind(a),
-        "q": q.data_ptr(),
-        "q_stride": q.stride(0),
-        "k": k.data_ptr(),
-        "k_stride": k.stride(0),
-        "v": v.data_ptr(),
-        "v_stride": v.stride(0),
-        "a": a.data_ptr(),
-        "a_stride": a.stride(0),
-        "b": b.data_ptr(),
-        "b_stride": b.stride(0),
-        "rates": A_log_H.data_ptr(),
-        "biases": dt_bias_H.data_ptr(),
+        **row_arguments(q=q, k=k, v=v, a=a, b=b),
+        **addresses(rates=A_log_H, biases=dt_bias_H, dst=dst_N, out=out),
         "max_beta": max_beta,
-        "dst": dst_N.data_ptr(),
-        "out": out.data_ptr(),
     }
 
 
 def _state_arguments(state_SHKV: Tensor, num_key_heads: int) -> dict[str, int]:
-    if state_SHKV.dtype != torch.float32:
-        raise ValueError(f"states are {state_SHKV.dtype}; these kernels read and write float32")
     _, num_heads, key_dim, value_dim = state_SHKV.shape
     return {
         "num_heads": num_heads,
         "heads_per_key": num_heads // num_key_heads,
         "key_dim": key_dim,
         "value_dim": value_dim,
-        "states": state_SHKV.data_ptr(),
-        "state_stride": state_SHKV.stride(0),
+        **state_arguments(state_SHKV),
     }
 
 
 def _log_arguments(memory: LogMemory) -> dict[str, int]:
-    return {
-        "log_keys": memory.key_JGLK.data_ptr(),
-        "log_key_stride": memory.key_JGLK.stride(0),
-        "log_values": memory.value_JHLV.data_ptr(),
-        "log_value_stride": memory.value_JHLV.stride(0),
-        "log_decays": memory.decay_JHL.data_ptr(),
-        "log_decay_stride": memory.decay_JHL.stride(0),
-        "places": memory.decay_JHL.shape[2],
-    }
+    rows = row_arguments(log_keys=memory.key_JGLK, log_values=memory.value_JHLV, log_decays=memory.decay_JHL)
+    return {**rows, "places": memory.decay_JHL.shape[2]}
 
 
 def packed(inputs: GatedDeltaInputs) -> GatedDeltaInputs:
@@ -263,9 +236,9 @@ def _log(args, log, key_head, head):
     """Return keys, values and log decays of a log, of one head."""
     places, key_dim, value_dim = args.places, args.key_dim, args.value_dim
     return (
-        floats(args.log_keys + 4 * (log * args.log_key_stride + key_head * places * key_dim), places * key_dim),
-        floats(args.log_values + 4 * (log * args.log_value_stride + head * places * value_dim), places * value_dim),
-        floats(args.log_decays + 4 * (log * args.log_decay_stride + head * places), places),
+        floats(args.log_keys + 4 * (log * args.log_keys_stride + key_head * places * key_dim), places * key_dim),
+        floats(args.log_values + 4 * (log * args.log_values_stride + head * places * value_dim), places * value_dim),
+        floats(args.log_decays + 4 * (log * args.log_decays_stride + head * places), places),
     )
 
 

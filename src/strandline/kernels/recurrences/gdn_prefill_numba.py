@@ -20,8 +20,10 @@ from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import ReplayBatch, Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.recurrences.chunk_numba import (
+    CHUNK_FIELDS,
     MATRIX_ROW,
     TOKEN_PANELS,
+    chunk_arguments,
     decay_of,
     load_values,
     multiply_tokens,
@@ -68,13 +70,7 @@ def gdn_prefill(
         num_sequences * num_key_heads * num_parts,
         **layer_arguments(inputs, state_SHKV, slots.dst_N, out_THV),
         num_parts=num_parts,
-        sources=source_N.data_ptr(),
-        num_sequences=num_sequences,
-        num_chunks=len(chunks.starts),
-        first_chunks=chunks.first_chunks_N1.data_ptr(),
-        starts=chunks.starts_C.data_ptr(),
-        lengths=chunks.lengths_C.data_ptr(),
-        cut_slots=chunks.cut_slots_C.data_ptr(),
+        **chunk_arguments(source_N, chunks),
     )
     del copies  # which the kernel has read
     return of_step(replay, out_THV)
@@ -162,7 +158,7 @@ def _advance(
     multiply(keys, 1, key_dim, new, state, PANEL, key_dim, num_tokens, kept)
 
 
-@kernel(LAYER_FIELDS + "num_parts sources num_sequences num_chunks first_chunks starts lengths cut_slots")
+@kernel(LAYER_FIELDS + "num_parts " + CHUNK_FIELDS)
 def _kernel(tasks):
     args = arguments(tasks)
     num_heads, heads_per_key, key_dim, value_dim = args.num_heads, args.heads_per_key, args.key_dim, args.value_dim

@@ -10,14 +10,15 @@ Shape suffixes as in ``mamba2.py``.
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import Slots
-from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY, is_overwritten
+from strandline.kernels.recurrences.chunk_numba import refuse_overwritten, state_arguments
+from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
 from strandline.kernels.runtime_numba import (
+    addresses,
     arguments,
     claim,
     fill,
@@ -29,6 +30,7 @@ from strandline.kernels.runtime_numba import (
     load,
     packed_rows,
     prefetch,
+    row_arguments,
     store,
 )
 
@@ -37,46 +39,48 @@ PREFETCH_BYTES = 4096
 
 CACHE_LINE_BYTES = 64
 
+LAYER_FIELDS = (
+    "num_heads heads_per_group state_dim head_dim dtype dt_dtype x x_stride B B_stride C C_stride dt dt_stride "
+    "log_rates skips biases min_step:float max_step:float dt_factor:float states state_stride dst out "
+)
+
 
 def mamba2_decode(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.mamba2.mamba2_decode`."""
-    *tokens, A_log_H, D_H, dt_bias_H, dt_limit, dt_factor = inputs
-    if is_overwritten(slots):
-        raise ValueError(f"a sequence writes where another one reads: from slots {slots.src_N} to {slots.dst_N}")
-    if state_SHKV.dtype != torch.float32:
-        raise ValueError(f"states are {state_SHKV.dtype}; this kernel reads and writes float32")
-    x_NHV, B_NGK, C_NGK, dt_NH = map(packed_rows, tokens)
+    refuse_overwritten(slots)
+    inputs, x_NHV = packed(inputs), inputs.x_THV
     out_NHV = x_NHV.new_empty(x_NHV.shape)
-    num_sequences, num_heads, head_dim = x_NHV.shape
     _decode_kernel(
-        num_sequences * num_heads,
-        num_heads=num_heads,
-        heads_per_group=num_heads // B_NGK.shape[1],
-        state_dim=B_NGK.shape[2],
-        head_dim=head_dim,
-        dtype=kind(x_NHV),
-        dt_dtype=kind(dt_NH),
-        x=x_NHV.data_ptr(),
-        x_stride=x_NHV.stride(0),
-        B=B_NGK.data_ptr(),
-        B_stride=B_NGK.stride(0),
-        C=C_NGK.data_ptr(),
-        C_stride=C_NGK.stride(0),
-        dt=dt_NH.data_ptr(),
-        dt_stride=dt_NH.stride(0),
-        log_rates=A_log_H.data_ptr(),
-        skips=D_H.data_ptr(),
-        biases=dt_bias_H.data_ptr(),
-        min_step=dt_limit[0],
-        max_step=dt_limit[1],
-        dt_factor=dt_factor,
-        states=state_SHKV.data_ptr(),
-        state_stride=state_SHKV.stride(0),
+        x_NHV.shape[0] * x_NHV.shape[1],
+        **layer_arguments(inputs, state_SHKV, slots.dst_N, out_NHV),
         src=slots.src_N.data_ptr(),
-        dst=slots.dst_N.data_ptr(),
-        out=out_NHV.data_ptr(),
     )
     return out_NHV
+
+
+def packed(inputs: Mamba2Inputs) -> Mamba2Inputs:
+    """Return inputs in which the channels of each token are contiguous."""
+    return Mamba2Inputs(*map(packed_rows, inputs[:4]), *inputs[4:])
+
+
+def layer_arguments(inputs: Mamba2Inputs, state_SHKV: Tensor, dst_N: Tensor, out: Tensor) -> dict[str, float]:
+    """Return the arguments that ``LAYER_FIELDS`` names; the channels of each token are contiguous."""
+    x, B, C, dt, A_log_H, D_H, dt_bias_H, (min_step, max_step), dt_factor = inputs
+    _, num_heads, state_dim, head_dim = state_SHKV.shape
+    return {
+        "num_heads": num_heads,
+        "heads_per_group": num_heads // B.shape[1],
+        "state_dim": state_dim,
+        "head_dim": head_dim,
+        "dtype": kind(x),
+        "dt_dtype": kind(dt),
+        **row_arguments(x=x, B=B, C=C, dt=dt),
+        **addresses(log_rates=A_log_H, skips=D_H, biases=dt_bias_H, dst=dst_N, out=out),
+        "min_step": min_step,
+        "max_step": max_step,
+        "dt_factor": dt_factor,
+        **state_arguments(state_SHKV),
+    }
 
 
 @helper
@@ -115,10 +119,7 @@ def _advance(source, is_zero, target, target_step, decay, B, C, x, out):
                 out[i] += c * new
 
 
-@kernel(
-    "num_heads heads_per_group state_dim head_dim dtype dt_dtype x x_stride B B_stride C C_stride dt dt_stride "
-    "log_rates skips biases min_step:float max_step:float dt_factor:float states state_stride src dst out"
-)
+@kernel(LAYER_FIELDS + "src")
 def _decode_kernel(tasks):
     args = arguments(tasks)
     num_heads, state_dim, head_dim, dtype = args.num_heads, args.state_dim, args.head_dim, args.dtype

@@ -18,8 +18,10 @@ from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.recurrences.chunk_numba import (
+    CHUNK_FIELDS,
     MATRIX_ROW,
     TOKEN_PANELS,
+    chunk_arguments,
     decay_of,
     load_values,
     multiply_tokens,
@@ -31,7 +33,7 @@ from strandline.kernels.recurrences.chunk_numba import (
     write_state,
 )
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
-from strandline.kernels.recurrences.mamba2_decode_numba import time_step
+from strandline.kernels.recurrences.mamba2_decode_numba import LAYER_FIELDS, layer_arguments, packed, time_step
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
@@ -39,9 +41,7 @@ from strandline.kernels.runtime_numba import (
     helper,
     ints,
     kernel,
-    kind,
     load,
-    packed_rows,
 )
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower
@@ -49,49 +49,17 @@ from strandline.kernels.tile_numba import LANES, PANEL, multiply, multiply_lower
 
 def mamba2_prefill(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots, chunks: ChunkTable) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.mamba2.mamba2_prefill`."""
-    *tokens, A_log_H, D_H, dt_bias_H, dt_limit, dt_factor = inputs
-    if state_SHKV.dtype != torch.float32:
-        raise ValueError(f"states are {state_SHKV.dtype}; this kernel reads and writes float32")
-    x_THV, B_TGK, C_TGK, dt_TH = map(packed_rows, tokens)
+    inputs, x_THV = packed(inputs), inputs.x_THV
     out_THV = x_THV.new_empty(x_THV.shape)
     copies, source_N = source_addresses(state_SHKV, slots, chunks.cut_slots)
-    num_sequences, num_groups, (num_heads, head_dim) = len(source_N), B_TGK.shape[1], x_THV.shape[1:]
+    num_sequences, num_groups, (num_heads, head_dim) = len(source_N), inputs.B_TGK.shape[1], x_THV.shape[1:]
     heads_per_group = num_heads // num_groups
     num_parts = min(heads_per_group * cdiv(head_dim, PANEL), cdiv(torch.get_num_threads(), num_sequences * num_groups))
     _prefill_kernel(
         num_sequences * num_groups * num_parts,
-        num_heads=num_heads,
-        heads_per_group=heads_per_group,
-        state_dim=B_TGK.shape[2],
-        head_dim=head_dim,
-        dtype=kind(x_THV),
-        dt_dtype=kind(dt_TH),
-        x=x_THV.data_ptr(),
-        x_stride=x_THV.stride(0),
-        B=B_TGK.data_ptr(),
-        B_stride=B_TGK.stride(0),
-        C=C_TGK.data_ptr(),
-        C_stride=C_TGK.stride(0),
-        dt=dt_TH.data_ptr(),
-        dt_stride=dt_TH.stride(0),
-        log_rates=A_log_H.data_ptr(),
-        skips=D_H.data_ptr(),
-        biases=dt_bias_H.data_ptr(),
-        min_step=dt_limit[0],
-        max_step=dt_limit[1],
-        dt_factor=dt_factor,
-        states=state_SHKV.data_ptr(),
-        state_stride=state_SHKV.stride(0),
-        dst=slots.dst_N.data_ptr(),
-        out=out_THV.data_ptr(),
+        **layer_arguments(inputs, state_SHKV, slots.dst_N, out_THV),
         num_parts=num_parts,
-        sources=source_N.data_ptr(),
-        num_sequences=num_sequences,
-        num_chunks=len(chunks.starts),
-        first_chunks=chunks.first_chunks_N1.data_ptr(),
-        starts=chunks.starts_C.data_ptr(),
-        lengths=chunks.lengths_C.data_ptr(),
-        cut_slots=chunks.cut_slots_C.data_ptr(),
+        **chunk_arguments(source_N, chunks),
     )
     del copies  # which the kernel has read
     return out_THV
@@ -163,11 +131,7 @@ def _advance(
     multiply(B, 1, state_dim, written, state, PANEL, state_dim, num_tokens, kept)
 
 
-@kernel(
-    "num_heads heads_per_group state_dim head_dim dtype dt_dtype x x_stride B B_stride C C_stride dt dt_stride "
-    "log_rates skips biases min_step:float max_step:float dt_factor:float states state_stride dst out "
-    "num_parts sources num_sequences num_chunks first_chunks starts lengths cut_slots"
-)
+@kernel(LAYER_FIELDS + "num_parts " + CHUNK_FIELDS)
 def _prefill_kernel(tasks):
     args = arguments(tasks)
     num_heads, heads_per_group, state_dim, head_dim = (
