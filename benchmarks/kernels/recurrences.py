@@ -126,7 +126,6 @@ def constants(*names: str, values: Iterable[Any]) -> Iterator[Launch]:
 
 
 DECODE_TILES = "8,1 16,1 16,2 32,1 32,2 32,4 64,2 64,4 64,8"
-SEGMENTED = (1, 2 * NUM_SMS, 4 * NUM_SMS, 8 * NUM_SMS)
 
 
 def decodes(module: str, tiles: str = DECODE_TILES) -> Iterator[Launch]:
@@ -136,7 +135,7 @@ def decodes(module: str, tiles: str = DECODE_TILES) -> Iterator[Launch]:
 def head_decay_prefills(name: str) -> Iterator[Launch]:
     tiles = parse_launches(head_decay_triton.Launch, "64,4,1 64,4,2 64,4,3 64,8,2 64,8,3 128,8,2 128,8,3")
     yield from constants(f"head_decay_triton.{name}", values=tiles)
-    yield from constants("head_decay_triton.WANTED_PROGRAMS", values=SEGMENTED)
+    yield from divisions("head_decay_triton", head_decay_triton.DIVISION, 2, 4, 8)
 
 
 def kda_prefills() -> Iterator[Launch]:

@@ -52,7 +52,7 @@ from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
 from strandline.kernels.recurrences.decode_launches import HEADS, choose_decode
-from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
+from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide, runs
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
 from strandline.kernels.stages_triton import staged
 from strandline.kernels.state_triton import (
@@ -87,11 +87,7 @@ LONG_KEYS = Launch(columns=64, num_warps=8, num_stages=2)
 IN_REGISTERS = Launch(columns=32, num_warps=8, num_stages=2)
 """Where registers hold all operands of matrix products: those of 64 columns are spilled."""
 
-WANTED_PROGRAMS = 4 * NUM_SMS
-"""Sequences are divided up to this."""
-
-MIN_SEGMENT_CHUNKS = 8
-MAX_SEGMENTS = 16
+DIVISION = Division(wanted_programs=4 * NUM_SMS, min_chunks=8, max_segments=16)
 
 
 class Gates(NamedTuple):
@@ -131,16 +127,6 @@ def choose_launch(gpu: Gpu, key_dim: int, value_dim: int) -> Launch:
     if key_dim > 128:
         return LONG_KEYS
     return NARROW if value_dim <= NARROW.columns else WIDE
-
-
-def choose_segments(num_programs: int, num_sequences: int, num_chunks: int) -> int:
-    """Return how many segments every sequence is divided into.
-
-    Args:
-        num_programs: with one segment.
-    """
-    division = Division(WANTED_PROGRAMS, MIN_SEGMENT_CHUNKS, MAX_SEGMENTS)
-    return divide(division, num_programs, num_sequences, num_chunks)
 
 
 @triton.jit
@@ -365,8 +351,7 @@ def prefill(
     num_sequences, num_chunks, device = chunks.num_sequences, len(chunks.starts), v_THV.device
     launch = choose_launch(gpu_of(device), key_dim, value_dim)
     num_programs = max(1, num_sequences * num_heads * cdiv(value_dim, launch.columns))
-    is_fixed = launches is Launches.FIXED
-    num_segments = 1 if is_fixed else choose_segments(num_programs, num_sequences, num_chunks)
+    num_segments = divide(DIVISION, num_programs, num_sequences, num_chunks, launches)
     block_w = min(launch.columns, max(16, next_power_of_2(value_dim)))
     # X: the high and the low part of the log2 decay from the chunk's start, the weight.
     rows_CHXL = torch.empty(num_chunks, num_heads, 3, CHUNK_TOKENS, dtype=torch.float32, device=device)
@@ -374,20 +359,18 @@ def prefill(
         *gates.arguments, rows_CHXL, chunks.starts_C, chunks.lengths_C,
         HAS_STEPS=gates.dt_TH is not None, H=num_heads, L=CHUNK_TOKENS, MIN_LOG_DECAY=MIN_LOG_DECAY, num_warps=1,
     )  # fmt: skip
-    is_divided = num_segments > 1
     partial_NJHKV = left_NJH = None
-    if is_divided:
+    if num_segments > 1:
         places = num_sequences, num_segments, num_heads
         partial_NJHKV = torch.empty(*places, key_dim, value_dim, dtype=torch.float32, device=device)
         left_NJH = torch.empty(places, dtype=torch.float32, device=device)
     out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=device)
-    for is_partial in (True, False) if is_divided else (False,):
-        num_parts = num_segments - 1 if is_partial else num_segments
+    for num_parts, constants in runs(num_segments):
         _advance_kernel[(cdiv(value_dim, block_w), num_heads, num_sequences * num_parts)](
             q_TGK, k_TGK, v_THV, rows_CHXL, skip_H, out_THV, state_SHKV, partial_NJHKV, left_NJH, *slots,
             chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, chunks.first_chunks_N1, num_segments,
             *strides(q_TGK, k_TGK, v_THV), state_SHKV.stride(0),
-            HAS_SKIP=skip_H is not None, IS_PARTIAL=is_partial, IS_DIVIDED=is_divided,
+            HAS_SKIP=skip_H is not None, **constants,
             G=num_groups, H=num_heads, K=key_dim, V=value_dim,
             BLOCK_K=max(16, next_power_of_2(key_dim)), BLOCK_W=block_w, L=CHUNK_TOKENS, PRECISION=FLOAT32_PRECISION,
             NUM_STAGES=launch.num_stages if v_THV.dtype != torch.float32 else 1, num_warps=launch.num_warps,

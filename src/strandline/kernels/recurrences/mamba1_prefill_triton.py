@@ -21,7 +21,7 @@ from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs
-from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
+from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide, runs
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2, strides
 from strandline.kernels.state_triton import LOG2_E, fast_exp2, load_state, softplus, store_state
 
@@ -48,28 +48,25 @@ def mamba1_prefill(
     inputs: Mamba1Inputs, state_SVK: Tensor, slots: Slots, chunks: ChunkTable, *, launches: Launches = Launches.MEASURED
 ) -> Tensor:
     """As ``mamba1.mamba1_prefill``; the last dimension of every tensor must be contiguous."""
-    is_fixed = launches is Launches.FIXED
-    if is_fixed or len(inputs.x_TV) >= WIDENED_TOKENS:
+    if launches is Launches.FIXED or len(inputs.x_TV) >= WIDENED_TOKENS:
         inputs = inputs._replace(B_TK=inputs.B_TK.float(), C_TK=inputs.C_TK.float())
     x_TV, z_TV, B_TK, C_TK, dt_TV, *_ = inputs
     num_sequences, (num_channels, state_dim) = chunks.num_sequences, state_SVK.shape[1:]
     num_programs = num_sequences * cdiv(num_channels, 32 * LAUNCH.num_warps)
-    num_segments = 1 if is_fixed else divide(DIVISION, num_programs, num_sequences, len(chunks.starts))
+    num_segments = divide(DIVISION, num_programs, num_sequences, len(chunks.starts), launches)
     out_TV = torch.empty(x_TV.shape, dtype=x_TV.dtype, device=x_TV.device)
-    is_divided = num_segments > 1
     partial_NJKV = step_NJV = None
-    if is_divided:
+    if num_segments > 1:
         places = num_sequences, num_segments
         partial_NJKV = torch.empty(*places, state_dim, num_channels, dtype=torch.float32, device=x_TV.device)
         step_NJV = torch.empty(*places, num_channels, dtype=torch.float32, device=x_TV.device)
     block_v = 32 * LAUNCH.num_warps
-    for is_partial in (True, False) if is_divided else (False,):
-        num_parts = num_segments - 1 if is_partial else num_segments
+    for num_parts, constants in runs(num_segments):
         _walk_kernel[(cdiv(num_channels, block_v), num_sequences * num_parts)](
             *inputs, out_TV, state_SVK, partial_NJKV, step_NJV, *slots,
             chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_segments,
             *strides(x_TV, z_TV, B_TK, C_TK, dt_TV), state_SVK.stride(0), 1,
-            IS_PARTIAL=is_partial, IS_DIVIDED=is_divided, V=num_channels, K=state_dim, BLOCK_V=block_v,
+            **constants, V=num_channels, K=state_dim, BLOCK_V=block_v,
             BLOCK_K=next_power_of_2(state_dim), ROWS=LAUNCH.rows, num_warps=LAUNCH.num_warps,
         )  # fmt: skip
     return out_TV

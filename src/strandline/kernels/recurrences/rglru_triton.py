@@ -22,7 +22,7 @@ from strandline.kernels.batch import Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import Launches
 from strandline.kernels.recurrences.rglru import DECAY_SCALE, GatedUnitInputs
-from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide
+from strandline.kernels.recurrences.segments_triton import Division, chunks_of_segment, divide, runs
 from strandline.kernels.sizes import NUM_SMS, cdiv, strides
 from strandline.kernels.state_triton import load_state, softplus, store_state
 
@@ -53,21 +53,19 @@ def rglru_prefill(
     """As ``rglru.rglru_prefill``; the last dimension of every tensor must be contiguous."""
     x_TV, i_TV, r_TV, first_T1, _ = inputs
     num_sequences, num_channels = chunks.num_sequences, x_TV.shape[1]
-    num_programs, is_fixed = num_sequences * cdiv(num_channels, LAUNCH.block_v), launches is Launches.FIXED
-    num_segments = 1 if is_fixed else divide(DIVISION, num_programs, num_sequences, len(chunks.starts))
+    num_programs = num_sequences * cdiv(num_channels, LAUNCH.block_v)
+    num_segments = divide(DIVISION, num_programs, num_sequences, len(chunks.starts), launches)
     out_TV = torch.empty(x_TV.shape, dtype=x_TV.dtype, device=x_TV.device)
-    is_divided = num_segments > 1
     partial_NJV = decay_NJV = None
-    if is_divided:
+    if num_segments > 1:
         places = num_sequences, num_segments, num_channels
         partial_NJV, decay_NJV = (torch.empty(places, dtype=torch.float32, device=x_TV.device) for _ in range(2))
-    for is_partial in (True, False) if is_divided else (False,):
-        num_parts = num_segments - 1 if is_partial else num_segments
+    for num_parts, constants in runs(num_segments):
         _walk_kernel[(cdiv(num_channels, LAUNCH.block_v), num_sequences * num_parts)](
             *inputs, out_TV, state_SV, partial_NJV, decay_NJV, *slots,
             chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_segments,
             *strides(x_TV, i_TV, r_TV, first_T1), state_SV.stride(0),
-            IS_PARTIAL=is_partial, IS_DIVIDED=is_divided, V=num_channels, BLOCK_V=LAUNCH.block_v, ROWS=LAUNCH.rows,
+            **constants, V=num_channels, BLOCK_V=LAUNCH.block_v, ROWS=LAUNCH.rows,
             DECAY_SCALE=DECAY_SCALE, num_warps=LAUNCH.num_warps,
         )  # fmt: skip
     return out_TV

@@ -11,11 +11,13 @@ not divided, since the number of segments depends on the step.
 """
 # mypy: ignore-errors
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from strandline.kernels.operation import Launches
 from strandline.kernels.state_triton import without_empty
 
 
@@ -29,15 +31,30 @@ class Division(NamedTuple):
     max_segments: int
 
 
-def divide(division: Division, num_programs: int, num_sequences: int, num_chunks: int) -> int:
-    """Return how many segments every sequence is divided into.
+def divide(
+    division: Division,
+    num_programs: int,
+    num_sequences: int,
+    num_chunks: int,
+    launches: Launches = Launches.MEASURED,
+) -> int:
+    """Return how many segments every sequence is divided into: one, if launches are fixed.
 
     Args:
         num_programs: with one segment.
         num_chunks: of all sequences.
     """
+    if launches is Launches.FIXED:
+        return 1
     most = num_chunks // (max(1, num_sequences) * division.min_chunks)
     return max(1, min(division.wanted_programs // max(1, num_programs), most, division.max_segments))
+
+
+def runs(num_segments: int) -> Iterator[tuple[int, dict[str, bool]]]:
+    """Yield, launch by launch, how many segments of each sequence it walks through, and its constants."""
+    if num_segments > 1:
+        yield num_segments - 1, {"IS_PARTIAL": True, "IS_DIVIDED": True}
+    yield num_segments, {"IS_PARTIAL": False, "IS_DIVIDED": num_segments > 1}
 
 
 @triton.jit

@@ -229,8 +229,7 @@ def check_steps_on_the_grid(kind: Kind, device: str, dtype: torch.dtype) -> None
 def short_segments() -> Iterator[None]:
     """Divide sequences into segments of one chunk, where they are divided at all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("strandline.kernels.recurrences.head_decay_triton.MIN_SEGMENT_CHUNKS", 1)
-        for name in ("mamba1_prefill", "rglru"):
+        for name in ("head_decay", "mamba1_prefill", "rglru"):
             module = import_module(f"strandline.kernels.recurrences.{name}_triton")
             patch.setattr(module, "DIVISION", module.DIVISION._replace(min_chunks=1))
         delta_rule = import_module("strandline.kernels.recurrences.delta_rule_triton")
@@ -393,8 +392,10 @@ def test_a_deterministic_prefill_chooses_no_launch_by_the_step(monkeypatch: pyte
     [(64, 1, 128, 8), (64, 1, 31, 3), (128, 2, 128, 4), (512, 8, 1024, 1), (4, 1, 10_000, 16), (1, 0, 0, 1)],
 )
 def test_few_long_sequences_are_divided(num_programs: int, num_sequences: int, num_chunks: int, expected: int) -> None:
-    choose = import_module("strandline.kernels.recurrences.head_decay_triton").choose_segments
-    assert choose(num_programs, num_sequences, num_chunks) == expected
+    division = import_module("strandline.kernels.recurrences.head_decay_triton").DIVISION
+    divide = import_module("strandline.kernels.recurrences.segments_triton").divide
+    assert divide(division, num_programs, num_sequences, num_chunks) == expected
+    assert divide(division, num_programs, num_sequences, num_chunks, Launches.FIXED) == 1
 
 
 @pytest.mark.parametrize("log2_decay", LOG2_DECAYS)
