@@ -229,7 +229,7 @@ def test_tiers_are_in_figures_and_noted_beside_prefixes(page: Browser) -> None:
     })()"""
     )
     shown = page.text()
-    assert "67 snapshots in host memory and disk cache not shown" in shown
+    assert "67 snapshots in lower tiers not shown" in shown
     assert "taken, 5 loads, 0 evicted" in shown
     assert "of 1 MiB, 60 snapshots" in shown
 
@@ -242,13 +242,14 @@ def test_notes_of_figures_are_not_wider_than_their_columns(page: Browser) -> Non
 
 
 def test_details_come_into_view_on_narrow_screens(page: Browser, server: ServerProcess) -> None:
-    page.size(400, 500)
+    page.size(360, 500)
     answer = complete(server, "brought into view " * 10)
     page.wait_until(row_of(answer))
     page.run("scrollTo(0, 0)")
     page.run(f"{row_of(answer)}.click()")
     page.wait_until("document.querySelector('.verdict')")
     page.wait_until("document.querySelector('.verdict').getBoundingClientRect().bottom <= innerHeight")
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
     page.run("scrollTo(0, 0)")
     page.run(f"{RUNS}[0].click()")
     page.wait_until("document.querySelector('#detail-title').textContent === 'Prefix'")
