@@ -34,8 +34,7 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
 from strandline.kernels.chunk_table import build_chunk_table
-from strandline.kernels.experts import few_launches
-from strandline.kernels.gemm.launches import FP8, MEASURED, rows_launch
+from strandline.kernels.gemm.formats.launches import FP8, LAUNCHES, few_pair, rows_launch
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.gpu import GPUS, kind_of
 from strandline.kernels.recording_triton import Variant, recording
@@ -59,14 +58,19 @@ def norms(elements: int, warps_short: int, warps_long: int) -> Patches:
 def products(block_n: int, block_k: int, warps: int) -> Patches:
     """Return launches of narrow products."""
     launch = rows_launch(block_n, block_k, warps)
-    return {"gemm.launches.MEASURED": {**MEASURED, ScaledWeight: FP8._replace(rows_one=launch)}}
+    assert FP8.linear is not None
+    scaled = FP8._replace(linear=FP8.linear._replace(rows_one=launch))
+    return {"gemm.launches.LAUNCHES": {**LAUNCHES, ScaledWeight: scaled}}
 
 
 def first_products(*up: *tuple[int, int, int]) -> Patches:
     """Return launches of the experts' first product."""
-    few = few_launches.few_pair(up, 4, 4)
-    scaled = {**few_launches.FEW, ScaledWeight: (few, few_launches.FEW[ScaledWeight][1])}
-    return {"experts.few_launches.FEW": scaled, "experts.few_launches.UP_ONE": up}
+    assert FP8.few_experts is not None
+    scaled = FP8._replace(few_experts=(few_pair(up, 4, 4), FP8.few_experts[1]))
+    return {
+        "experts.few_launches.LAUNCHES": {**LAUNCHES, ScaledWeight: scaled},
+        "experts.few_launches.UP_ONE": up,
+    }
 
 
 VARIANTS: dict[str, Patches] = {

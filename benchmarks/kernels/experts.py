@@ -25,11 +25,10 @@ from operands import (
 )
 from torch import Tensor
 
-from strandline.kernels.experts.few_launches import FEW, choose_dense
-from strandline.kernels.experts.many_launches import DENSE as DENSE_LAUNCHES
-from strandline.kernels.experts.many_launches import FP8, MEASURED, Measured, choose_launches
+from strandline.kernels.experts.few_launches import choose_dense
+from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.launches import rows_launch
+from strandline.kernels.gemm.formats.launches import LAUNCHES, ExpertLaunches, rows_launch
 from strandline.kernels.gemm.linear import linear, linear_and_logits
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
 from strandline.kernels.launch import Launch as TileLaunch
@@ -203,14 +202,14 @@ def launches(weight_format: str, model: Model, tokens: int) -> Iterator[Launch]:
         yield Launch(name, {f"{MODULE}.choose_launches": pair, f"{MODULE}.MAX_TOKENS_FEW": 0})
 
 
-def tilings_of(weight_format: str) -> tuple[type, Any, Measured]:
+def tilings_of(weight_format: str) -> tuple[type, Any, ExpertLaunches]:
     """Return a format's class, tiles to try with few and with many choices, and those in force."""
     if weight_format == "dense":
-        return DenseWeight, (DENSE_SMALL, DENSE_LARGE), DENSE_LAUNCHES
+        return DenseWeight, (DENSE_SMALL, DENSE_LARGE), LAUNCHES[DenseWeight].experts
     if weight_format == "fp8":
-        return ScaledWeight, (FP8_SMALL, FP8_LARGE), FP8
+        return ScaledWeight, (FP8_SMALL, FP8_LARGE), LAUNCHES[ScaledWeight].experts
     weight_class = {"int4": FourBitWeight, "mxfp8": Mxfp8Weight}.get(weight_format, Fp4Weight)
-    return weight_class, ((INT4_TILES, INT4_TILES),) * 2, MEASURED[weight_class]
+    return weight_class, ((INT4_TILES, INT4_TILES),) * 2, LAUNCHES[weight_class].experts
 
 
 def sizes_of(*sizes: int | None) -> tuple[Any, ...]:
@@ -223,7 +222,8 @@ def few_launches(weight_format: str, model: Model, tokens: int) -> Iterator[Laun
         sizes = (model.routing.top_k, model.size, model.shared_size)
         chosen = choose_dense(tokens, *sizes, is_gated=model.is_gated)
     else:
-        chosen = FEW[tilings_of(weight_format)[0]][tokens > 1]
+        of_format = LAUNCHES[tilings_of(weight_format)[0]].few_experts
+        chosen = None if of_format is None else of_format[tokens > 1]
     if chosen is None:
         return
     up, down = chosen

@@ -14,7 +14,8 @@ from case import FLOPS, FLOPS_FP8, Launch, Work, case, device_type, parse_launch
 from operands import FORMATS, GROUPS, bind_norm, num_bytes, product, random_weight, reference_product
 from torch import Tensor
 
-from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, rows_launch
+from strandline.kernels.gemm.formats.launches import rows_launch
+from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.kernels.launch import Launch as TileLaunch
 from strandline.kernels.rowwise.quantized_rows import plain_rows

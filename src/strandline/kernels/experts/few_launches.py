@@ -1,33 +1,18 @@
 """How the two products of experts of a few tokens are tiled, by the weights' format, and for how many tokens.
 
-Measured by ``benchmarks/kernels``, ``experts --sweep``.
+Launches of quantised weights are in the table of all formats (``gemm/formats/launches.py``), those of dense ones here,
+measured in the same way.
 """
 
-from collections.abc import Mapping
 from typing import Final
 
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
-from strandline.kernels.gemm.launches import rows_launch
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
+from strandline.kernels.gemm.formats.launches import LAUNCHES, few_pair
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.sizes import next_power_of_2
 
 MAX_TOKENS_FEW: Final = 4
 """With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
-
-
-ALL: Final = 1 << 30
-"""More inputs than there are."""
-
-
-def few_pair(up: tuple[int, int, int], block_down_n: int, warps_down: int, blocks_down: int = 1) -> Pair:
-    """Return the launches of both products; a program of the second one takes all inputs at once.
-
-    Args:
-        up: outputs, inputs at a time and warps of the first one.
-    """
-    return rows_launch(*up), rows_launch(block_down_n, ALL, warps_down)._replace(blocks=blocks_down)
-
 
 MAX_CHOICES_FEW: Final = 16
 """With more choices of a token, programs that derive them all from the logits take longer than a launch."""
@@ -51,21 +36,11 @@ UP_ONE: Final = (4, 1024, 2)
 UP_ONE_RELU: Final = (4, 1024, 1)
 """Outputs, inputs at a time and warps of a program of the first product; for one token and all experts."""
 
-FEW: Final = {
-    ScaledWeight: (few_pair((8, 1024, 4), 4, 4), few_pair((4, 512, 1), 8, 4)),
-    FourBitWeight: (few_pair((8, 2048, 4), 4, 4), more := few_pair((8, 1024, 2), 4, 1)),
-    Fp4Weight: (few_pair((8, 1024, 2), 8, 4), more),
-    Mxfp8Weight: (few_pair((4, 512, 2), 2, 1), few_pair((8, 512, 2), 2, 2)),
-}
-"""For one token, and for more, where in FP8 a program of one warp of the first product needs no barrier."""
-
 FEW_INPUTS: Final = 8 * 512
-"""Inputs of an output of the second product, those of all choices of a token, for which ``FEW`` is measured."""
+"""Inputs of an output of the second product, those of all choices of a token, for which the table is measured."""
 
 WIDE_FACTOR: Final = 4
-WIDE: Final[Mapping[type, Launch]] = {ScaledWeight: rows_launch(8, ALL, 8)}
-"""The second product of more inputs, measured for ``WIDE_FACTOR`` times as many: every program quantises all of them,
-so that fewer outputs for each would cost more than the registers that they take."""
+"""Launches of more inputs (``few_experts_wide``) are measured for this many times as many."""
 
 
 def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: int, top_k: int) -> Pair | None:
@@ -73,9 +48,10 @@ def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: 
     is_gated = experts.activation.is_gated
     shared_size = 0 if shared is None else shared.num_projected // (1 + is_gated)
     sizes = (top_k, experts.down.shape[2], shared_size)
-    if not isinstance(experts.down, DenseWeight):
-        up, down = FEW[type(experts.down)][num_tokens > 1]
-        return up, _with_registers(down, _inputs_down(*sizes), WIDE.get(type(experts.down)))
+    launches = LAUNCHES[type(experts.down)]
+    if launches.few_experts is not None:
+        up, down = launches.few_experts[num_tokens > 1]
+        return up, _with_registers(down, _inputs_down(*sizes), launches.few_experts_wide)
     return choose_dense(num_tokens, *sizes, is_gated=is_gated, is_divided=experts.held is not None)
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.gemm.expansion_triton import Expansion
+from strandline.kernels.gemm.formats.launches import LAUNCHES
 from strandline.kernels.gemm.launches import (
-    FIXED,
     LOGITS,
     LOGITS_PAIR,
     LOGITS_TILE,
@@ -101,7 +101,7 @@ def head_linear(x_THI: Tensor, weight_HOI: Tensor, *, launches: Launches = Launc
     (num_rows, num_heads, _), num_outputs = x_THI.shape, weight_HOI.shape[1]
     out_THO = torch.empty((num_rows, num_heads, num_outputs), dtype=x_THI.dtype, device=x_THI.device)
     if num_rows:
-        launch = FIXED[DenseWeight].choose(num_rows, num_outputs, x_THI.dtype)
+        launch = LAUNCHES[DenseWeight].linear_fixed.choose(num_rows, num_outputs, x_THI.dtype)
         launch_heads(out_THO, x_THI.transpose(0, 1), DenseWeight(weight_HOI), launch)
     return out_THO
 

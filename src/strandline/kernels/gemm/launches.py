@@ -1,35 +1,22 @@
 """Which kernel multiplies, and with which launch, by the weight's format, sizes and number of rows.
 
-Measured by ``python benchmarks/kernels --case 'linear/*' --sweep``. All that depends on the GPU is here. The choice
-depends on shapes and dtypes alone; ``Launches.FIXED`` always chooses tiles that add in one order.
+Launches of quantised weights are in the table of all formats (``formats/launches.py``), those of dense ones here,
+measured in the same way. The choice depends on shapes and dtypes alone; ``Launches.FIXED`` always chooses tiles that
+add in one order.
 """
 
-from collections.abc import Mapping
 from enum import Enum
 from typing import Final, NamedTuple
 
 import torch
 
+from strandline.kernels.gemm.formats.launches import LAUNCHES, MANY, LinearLaunches, Tiles, rows_launch
 from strandline.kernels.gemm.fp8 import can_multiply_in_torch
-from strandline.kernels.gemm.weights import (
-    BLOCK_INPUTS,
-    DenseWeight,
-    FourBitWeight,
-    Fp4Weight,
-    Mxfp8Weight,
-    QuantizedWeight,
-    ScaledWeight,
-)
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
-from strandline.kernels.rowwise.quantized_rows import GROUP, Rows
+from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.sizes import NUM_SMS, cdiv
-
-MAX_ROWS_PROGRAM: Final = 8
-"""Rows that a program multiplies with its rows of the weight; registers hold all of theirs at once."""
-
-MANY: Final = 1 << 62
-"""More than there are."""
 
 
 class Kernel(Enum):
@@ -53,148 +40,7 @@ class Plan(NamedTuple):
     """None: the library's."""
 
 
-def rows_launch(block_n: int, block_k: int, warps: int) -> Launch:
-    """Return the launch of a kernel of few rows."""
-    return Launch(MAX_ROWS_PROGRAM, block_n, block_k, warps, 1)
-
-
-class Tiles(NamedTuple):
-    """Tiles of a format, by the largest number of rows."""
-
-    narrow: Mapping[int, Launch]
-    wide: Mapping[int, Launch]
-    """For many outputs."""
-    float32: Launch | None = None
-    """Exact products, without tensor cores, for tests and small models; None: as in other dtypes."""
-    wide_outputs: int = 8192
-    """From here on there are many outputs."""
-
-    def choose(self, num_rows: int, num_outputs: int, dtype: torch.dtype) -> Launch:
-        """Return the tile for some rows and a weight."""
-        if dtype == torch.float32 and self.float32 is not None:
-            return self.float32
-        tiles = self.wide if num_outputs >= self.wide_outputs else self.narrow
-        return next(tile for rows, tile in tiles.items() if num_rows <= rows)
-
-
-class Measured(NamedTuple):
-    """The fastest launches of a quantised format."""
-
-    max_numbers: Mapping[int, int]
-    """By the largest number of rows: numbers of a weight beyond which tiles are faster. Every row costs a matrix-vector
-    product as many instructions again, and a larger weight has them wait for these, no longer for memory."""
-    rows_one: Launch
-    rows_several: Launch
-    rows_one_wide: Launch
-    rows_several_wide: Launch
-    """Few rows: one and several, and these with many outputs."""
-    tiles: Tiles
-    max_rows_narrow: int
-    max_rows_wide: int
-    """With more rows the library is faster: with few outputs and with many."""
-    max_block_split: int
-    """Tiles of up to this many rows are split along the inputs, where there are few."""
-    programs_split: int
-    """What a split aims at."""
-
-
 MAX_SPLITS: Final = 8
-
-FP8_FIXED: Final = {64: Launch(64, 64, GROUP, 4, 4), MANY: Launch(128, 64, GROUP, 4, 4)}
-FP8_TILES: Final = {32: Launch(32, 64, GROUP, 4, 5)} | FP8_FIXED
-
-FP8: Final = Measured(
-    # Three rows and [12288, 2048] take 12.3 us, tiles 10.6; with [2048, 4096] 5.2 and 5.7
-    # (benchmarks/results/2026-11-24-h200-3.md).
-    max_numbers={1: MANY, 2: 1 << 25, 4: 1 << 23},
-    # Where a chunk of the rows has 16 numbers per thread, as of one row here, sums have the same order whether rows
-    # come quantised or not.
-    rows_one=rows_launch(4, 2048, 4),
-    rows_several=rows_launch(4, 2048, 4),
-    rows_one_wide=rows_launch(4, 1024, 2),
-    rows_several_wide=rows_launch(4, 512, 1),
-    tiles=Tiles({16: Launch(16, 64, GROUP, 4, 6)} | FP8_TILES, {16: Launch(16, 128, GROUP, 4, 4)} | FP8_TILES),
-    max_rows_narrow=128,
-    max_rows_wide=128,
-    max_block_split=64,
-    programs_split=2 * NUM_SMS,
-)
-
-FOUR_BIT_MANY: Final = Launch(64, 128, BLOCK_INPUTS, 8, 3)
-FOUR_BIT_FLOAT32: Final = Launch(32, 64, BLOCK_INPUTS, 4, 2)
-
-# From 64 outputs on and with four warps, tensor cores of Hopper GPUs take the weight from registers.
-FOUR_BIT: Final = Measured(
-    max_numbers={1: MANY, 2: 1 << 24, 4: 1 << 23},
-    rows_one=rows_launch(4, 4096, 4),
-    rows_several=rows_launch(4, 2048, 2),
-    rows_one_wide=rows_launch(8, 1024, 1),
-    rows_several_wide=rows_launch(4, 1024, 1),
-    tiles=Tiles(
-        {16: Launch(16, 64, BLOCK_INPUTS, 2, 4), MANY: (middle := Launch(32, 128, BLOCK_INPUTS, 4, 3))},
-        {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), 32: middle, MANY: FOUR_BIT_MANY},
-        FOUR_BIT_FLOAT32,
-    ),
-    # Dequantising moves 2.5 bytes for a weight; at 4.3 TB/s and 700 TFLOP/s that takes as long as its products with 200
-    # rows. Tiles unpack the weight once for every 64 rows instead.
-    max_rows_narrow=64,
-    max_rows_wide=256,
-    max_block_split=32,
-    programs_split=3 * NUM_SMS,
-)
-
-FP4: Final = FOUR_BIT._replace(
-    rows_one_wide=rows_launch(8, 2048, 2),
-    tiles=Tiles(
-        {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), MANY: middle},
-        {16: Launch(16, 64, BLOCK_INPUTS, 4, 4), 32: middle, MANY: FOUR_BIT_MANY},
-        FOUR_BIT_FLOAT32,
-    ),
-)
-
-MXFP8: Final = FP4._replace(
-    max_numbers={1: MANY, 4: MANY},
-    rows_one=rows_launch(4, 4096, 4),
-    rows_several=rows_launch(4, 1024, 2),
-    rows_one_wide=rows_launch(4, 1024, 2),
-    rows_several_wide=rows_launch(4, 512, 1),
-    tiles=Tiles(
-        {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), MANY: middle},
-        {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), 32: middle, MANY: FOUR_BIT_MANY},
-        FOUR_BIT_FLOAT32,
-    ),
-)
-
-MEASURED: Final[Mapping[type, Measured]] = {
-    ScaledWeight: FP8,
-    FourBitWeight: FOUR_BIT,
-    Fp4Weight: FP4,
-    Mxfp8Weight: MXFP8,
-}
-"""By the class of the weight; of a dense one, ``choose_dense``."""
-
-# Each output is one chain of additions over the inputs in order, 16 at a time, in the tensor core's float32 accumulator
-# (float32 inputs: one at a time). Tiles differ in how many rows and columns they have, never in that order: all give
-# the same bits (tests/gpu/kernels/gemm/test_gemms.py). None has fewer than 64 rows: below, the compiler uses another
-# instruction, whose order of additions is not documented.
-DENSE_FIXED: Final = {512: Launch(128, 64, 64, 4, 4), MANY: Launch(128, 256, 64, 8, 3)}
-FOUR_BIT_FIXED: Final = Tiles({MANY: FOUR_BIT_MANY}, {MANY: FOUR_BIT_MANY}, FOUR_BIT_FLOAT32)
-
-FIXED: Final[Mapping[type, Tiles]] = {
-    DenseWeight: Tiles(
-        # Up to 512 rows reading the weight takes nearly all the time: narrow tiles keep every multiprocessor reading.
-        {64: Launch(64, 32, 64, 4, 6)} | DENSE_FIXED,
-        {64: Launch(64, 64, 64, 4, 5)} | DENSE_FIXED,
-        Launch(64, 64, 16, 4, 2),
-        # Below this many outputs, tiles of 64 columns would leave multiprocessors idle.
-        wide_outputs=64 * NUM_SMS,
-    ),
-    ScaledWeight: Tiles(FP8_FIXED, FP8_FIXED),
-    FourBitWeight: FOUR_BIT_FIXED,
-    Fp4Weight: FOUR_BIT_FIXED,
-    Mxfp8Weight: FOUR_BIT_FIXED,
-}
-"""Launches that add in one order for any number of rows, by the class of the weight."""
 
 MAX_ROWS_FEW: Final = 4
 MAX_ROWS_SKINNY: Final = 16
@@ -280,17 +126,20 @@ def choose(
         is_gated: whether the outputs are those of a gate and an up projection. Tiles and the library do not apply it.
         num_second: outputs of a dense weight that is multiplied in the same launch.
     """
+    of_format = LAUNCHES[type(weight)]
     if launches is Launches.FIXED:
-        tile = FIXED[type(weight)].choose(len(rows), weight.shape[0], rows.dtype)
-        return Plan(Kernel.TILES, tile)
+        return Plan(Kernel.TILES, of_format.linear_fixed.choose(len(rows), weight.shape[0], rows.dtype))
     if isinstance(weight, DenseWeight):
         return choose_dense(rows, weight, is_gated=is_gated)
-    return choose_quantized(rows, weight, is_gated=is_gated, num_second=num_second)
+    assert of_format.linear is not None, "only launches of dense weights are in no table"
+    return choose_quantized(rows, weight, of_format.linear, is_gated=is_gated, num_second=num_second)
 
 
-def choose_quantized(rows: Rows, weight: QuantizedWeight, *, is_gated: bool = False, num_second: int = 0) -> Plan:
-    """Return the fastest way; arguments as of ``choose``."""
-    measured, num_rows, (num_outputs, num_inputs) = MEASURED[type(weight)], len(rows), weight.shape
+def choose_quantized(
+    rows: Rows, weight: QuantizedWeight, measured: LinearLaunches, *, is_gated: bool = False, num_second: int = 0
+) -> Plan:
+    """Return the fastest way; other arguments as of ``choose``."""
+    num_rows, (num_outputs, num_inputs) = len(rows), weight.shape
     wide_outputs = measured.tiles.wide_outputs
     if num_outputs * num_inputs <= next((n for most, n in measured.max_numbers.items() if num_rows <= most), 0):
         is_wide = num_outputs // (1 + is_gated) >= wide_outputs

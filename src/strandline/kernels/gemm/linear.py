@@ -16,10 +16,7 @@ from strandline.kernels.gemm.low_rank import Adapters, LowRankTerm, add_low_rank
 from strandline.kernels.gemm.weights import (
     CodedWeight,
     DenseWeight,
-    FourBitWeight,
-    Fp4Weight,
     HalfWeight,
-    Mxfp8Weight,
     PackedWeight,
     ScaledWeight,
     StackedWeight,
@@ -68,6 +65,8 @@ def linear(x: Rows, weight: Weight, bias_O: Tensor | None = None, term: LowRankT
 
 
 def _product(x: Rows, weight: Weight, bias_O: Tensor | None) -> Tensor:
+    if isinstance(weight, CodedWeight):
+        return _coded_linear(weight, bias_O, plain_rows(x))
     match weight:
         case DenseWeight(values_OI):
             return F.linear(plain_rows(x), values_OI, bias_O)
@@ -77,8 +76,6 @@ def _product(x: Rows, weight: Weight, bias_O: Tensor | None) -> Tensor:
             return _half_linear(packed, bias_O, plain_rows(x))
         case ScaledWeight():
             return fp8_linear(x, weight, bias_O)
-        case FourBitWeight() | Fp4Weight() | Mxfp8Weight():
-            return _coded_linear(weight, bias_O, plain_rows(x))
         case StackedWeight(parts):
             out = torch.cat([_product(x, part, None) for part in parts], dim=-1)
             return out if bias_O is None else out.add_(bias_O)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.kernels.gemm.expansion_triton import Expansion
-from strandline.kernels.gemm.launches import rows_launch
+from strandline.kernels.gemm.formats.launches import rows_launch
 from strandline.kernels.gemm.low_rank import TILE_ROWS, AdapterWeights, LowRankTerm, TiledRows
 from strandline.kernels.gemm.rows_triton import RowMatrices, launch_rows
 from strandline.kernels.gemm.weights import DenseWeight

@@ -7,10 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.kernels.experts.few_launches import FEW, FEW_INPUTS, MAX_WARPS, WIDE, WIDE_FACTOR, choose_few
+from strandline.kernels.experts.few_launches import FEW_INPUTS, MAX_WARPS, WIDE_FACTOR, choose_few
 from strandline.kernels.experts.moe import RELU_SQUARED, ExpertWeights, SharedExpert
+from strandline.kernels.gemm.formats.launches import LAUNCHES
 from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
 from strandline.kernels.sizes import next_power_of_2
+
+FEW = {format_class: launches.few_experts for format_class, launches in LAUNCHES.items() if launches.few_experts}
 
 
 def meta(*shape: int) -> torch.Tensor:
@@ -50,8 +53,9 @@ def test_threads_hold_no_more_than_measured(
 ) -> None:
     found, down = inputs_of_thread(format_class, num_tokens, top_k, size, shared_size)
     measured, most_inputs = FEW[format_class][num_tokens > 1][1], FEW_INPUTS
-    if found * down.warps / down.block_n > FEW_INPUTS and format_class in WIDE:
-        measured, most_inputs = WIDE[format_class], WIDE_FACTOR * FEW_INPUTS
+    wide = LAUNCHES[format_class].few_experts_wide
+    if found * down.warps / down.block_n > FEW_INPUTS and wide is not None:
+        measured, most_inputs = wide, WIDE_FACTOR * FEW_INPUTS
     assert found <= most_inputs * measured.block_n / measured.warps or (down.block_n, down.warps) == (1, MAX_WARPS)
     assert down.block_n <= measured.block_n
 

@@ -7,12 +7,14 @@ from strandline.kernels.experts.many_launches import (
     CHOICES_PER_EXPERT_MIDDLE,
     CHOICES_PER_EXPERT_PREFILL,
     CHOICES_PER_EXPERT_SEVERAL,
-    MEASURED,
     choose_launches,
     pays_to_dequantize,
 )
+from strandline.kernels.gemm.formats.launches import LAUNCHES
 from strandline.kernels.gemm.weights import Fp4Weight, Mxfp8Weight
 from strandline.kernels.operation import Launches
+
+MEASURED = {format_class: launches.experts for format_class, launches in LAUNCHES.items()}
 
 
 @pytest.mark.parametrize(

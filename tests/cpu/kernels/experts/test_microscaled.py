@@ -30,10 +30,11 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import many_launches, many_triton, moe_triton
-from strandline.kernels.experts.few_launches import few_pair
+from strandline.kernels.experts import many_triton, moe_triton
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
+from strandline.kernels.gemm.formats.launches import FP4 as FP4_LAUNCHES
+from strandline.kernels.gemm.formats.launches import LAUNCHES, few_pair
 from strandline.kernels.gemm.library_triton import dequantize_into
 from strandline.kernels.launch import Launch, Pair
 
@@ -175,7 +176,8 @@ def test_ranks_dequantise_their_experts_of_many_tokens(activation: Activation, m
     monkeypatch.setattr(moe_triton, "MAX_TOKENS_FEW", 0)
     expected = sum_of_chosen(case.x_TD, experts, case.chosen, shared).double()
     for least in (6, 5):  # an expert has 36 / 7 choices on average
-        monkeypatch.setitem(many_launches.MEASURED, Fp4Weight, many_launches.FP4._replace(min_dequantized=least))
+        experts_launches = FP4_LAUNCHES.experts._replace(min_dequantized=least)
+        monkeypatch.setitem(LAUNCHES, Fp4Weight, FP4_LAUNCHES._replace(experts=experts_launches))
         num_dequantized.clear()
         out_TD = torch.zeros_like(case.x_TD)
         for held in (range(3), range(3, 7)):

@@ -38,10 +38,9 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.experts import few_launches, many_launches, moe_triton
-from strandline.kernels.experts.few_launches import few_pair
-from strandline.kernels.experts.many_launches import Measured
+from strandline.kernels.experts import moe_triton
 from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
+from strandline.kernels.gemm.formats.launches import LAUNCHES, ExpertLaunches, few_pair
 
 Shape = tuple[int, int, int, int, int]
 """Experts, choices of a token, channels, features, features of the shared expert; 0: there is none."""
@@ -285,9 +284,9 @@ def check_joined(
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for weight, tiles in ((ScaledWeight, FORMATS["fp8"].tiles), (FourBitWeight, FORMATS["4 bits"].tiles)):
         fixed = tiles[weight is FourBitWeight]
-        small = Measured(tiles[0], tiles[0], tiles[0], (fixed, fixed, fixed), tiles[0])
-        monkeypatch.setitem(many_launches.MEASURED, weight, small)
-        monkeypatch.setitem(few_launches.FEW, weight, (FEW, FEW))
+        small = ExpertLaunches(tiles[0], tiles[0], tiles[0], (fixed, fixed, fixed), tiles[0])
+        launches = LAUNCHES[weight]._replace(experts=small, few_experts=(FEW, FEW))
+        monkeypatch.setitem(LAUNCHES, weight, launches)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts import moe_list_triton, moe_triton
-from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_dense, few_pair
+from strandline.kernels.experts.few_launches import MAX_TOKENS_FEW, choose_dense
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, SharedOutput
+from strandline.kernels.gemm.formats.launches import few_pair
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches

@@ -49,7 +49,8 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import gemms_triton, launches, library_triton
-from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose, rows_launch
+from strandline.kernels.gemm.formats.launches import LAUNCHES, rows_launch
+from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose
 from strandline.kernels.gemm.logits_triton import logits_of_many
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
@@ -444,5 +445,5 @@ def test_kernels_depend_on_the_number_of_rows() -> None:
 
 @pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 2560), (1, 248_320), (65, 2560), (8192, 12352)])
 def test_every_fixed_tile_has_64_rows_at_least(num_rows: int, num_outputs: int) -> None:
-    for tiles in launches.FIXED.values():
+    for tiles in (of_format.linear_fixed for of_format in LAUNCHES.values()):
         assert tiles.choose(num_rows, num_outputs, torch.bfloat16).block_m >= 64

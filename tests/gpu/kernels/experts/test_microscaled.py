@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from strandline.kernels.experts.few_launches import FEW
-from strandline.kernels.experts.many_launches import DENSE, FP4, MXFP8
 from strandline.kernels.experts.moe import Activation
-from strandline.kernels.gemm.weights import Fp4Weight, Mxfp8Weight
+from strandline.kernels.gemm.formats.launches import DENSE, FP4, MXFP8
 from tests.cpu.kernels.experts.test_microscaled import (
     ACTIVATIONS,
     FORMATS,
@@ -18,7 +16,7 @@ from tests.cpu.kernels.experts.test_microscaled import (
     check_many,
 )
 
-WEIGHTS = {"nvfp4": Fp4Weight, "mxfp4": Fp4Weight, "mxfp8": Mxfp8Weight}
+LAUNCHES = {"nvfp4": FP4, "mxfp4": FP4, "mxfp8": MXFP8}
 SHAPES = [(16, 8, 2048, 512, 512), (8, 6, 2688, 1856, 3712), (4, 2, 1000, 160, 48)]
 
 
@@ -31,10 +29,10 @@ def test_experts_of_few_tokens(
     num_tokens: int, shape: Any, activation: Activation, name: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(num_tokens)
-    check_few(Case(num_tokens, shape, dtype, "cuda", activation, name), FEW[WEIGHTS[name]][num_tokens > 1])
+    check_few(Case(num_tokens, shape, dtype, "cuda", activation, name), LAUNCHES[name].few_experts[num_tokens > 1])
 
 
-@pytest.mark.parametrize("pair", [FP4.decode, FP4.middle, MXFP8.decode])
+@pytest.mark.parametrize("pair", [FP4.experts.decode, FP4.experts.middle, MXFP8.experts.decode])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,5 +46,5 @@ def test_experts_of_many_tokens(shape: Any, activation: Activation, name: str, p
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_whose_weights_are_dequantised_first(shape: Any, activation: Activation, name: str) -> None:
     torch.manual_seed(0)
-    tiles = DENSE.prefill if activation.is_gated else DENSE.prefill_ungated
+    tiles = DENSE.experts.prefill if activation.is_gated else DENSE.experts.prefill_ungated
     check_dequantized(Case(300, shape, torch.bfloat16, "cuda", activation, name), tiles)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from strandline.device.hardware.dtypes import E4M3_CAPABILITY
-from strandline.kernels.experts.many_launches import FOUR_BIT, FP8, Measured
 from strandline.kernels.experts.moe_triton import mixture
+from strandline.kernels.gemm.formats.launches import FOUR_BIT, FP8, ExpertLaunches
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.experts.test_moe_formats import (
     FORMATS,
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
-LAUNCHES: dict[str, Measured] = {"fp8": FP8, "4 bits": FOUR_BIT}
+LAUNCHES: dict[str, ExpertLaunches] = {"fp8": FP8.experts, "4 bits": FOUR_BIT.experts}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
