@@ -4,7 +4,6 @@ With several workers (``-n 2 --dist loadfile``, as ``make test`` runs them) the 
 so do those of files that share servers. Numba's kernels are compiled before the workers start, and not once in each.
 """
 
-import gc
 import importlib.util
 import os
 import random
@@ -25,6 +24,11 @@ if not torch.cuda.is_available():
 # OpenMP's threads spin before they sleep, which slows down what runs beside them on as few cores as there are workers.
 # It is read when torch is loaded: by workers and by the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Each HTTP client would read all certificates of the machine, which takes it 20 ms; here are none. Nothing in the tests
+# asks a host that has one of theirs.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 TESTS = Path(__file__).parent
 GPU_TESTS = TESTS / "gpu"
@@ -107,8 +111,10 @@ def rank(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what is loaded by now: each full collection would take half a second."""
-    gc.freeze()
+    """Collect garbage as servers do: rarely, and not in what is loaded by now."""
+    from strandline.gc_policy import freeze_gc
+
+    freeze_gc()
 
 
 @pytest.hookimpl(optionalhook=True)

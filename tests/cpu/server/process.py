@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +22,9 @@ START_TIMEOUT_S = 600.0
 TIMEOUT_S = 300.0
 """Waits end when the thing happens: only a server that hangs takes so long, or a machine with much else to do."""
 
-NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For requests without TLS: httpx would read all certificates of the machine for each, which takes it 20 ms."""
-
-http_get = partial(httpx.get, timeout=TIMEOUT_S, verify=NO_CERTIFICATES)
-http_post = partial(httpx.post, timeout=TIMEOUT_S, verify=NO_CERTIFICATES)
-http_stream = partial(httpx.stream, timeout=TIMEOUT_S, verify=NO_CERTIFICATES)
-
+http_get = partial(httpx.get, timeout=TIMEOUT_S)
+http_post = partial(httpx.post, timeout=TIMEOUT_S)
+http_stream = partial(httpx.stream, timeout=TIMEOUT_S)
 
 Start = Callable[[Sequence[str], Mapping[str, str], int], "subprocess.Popen[bytes] | ForkedProcess"]
 

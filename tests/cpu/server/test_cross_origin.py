@@ -10,7 +10,7 @@ import pytest
 from strandline.cli import build_parser
 from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
-from tests.cpu.server.process import NO_CERTIFICATES, ServerProcess, http_stream, running_server
+from tests.cpu.server.process import ServerProcess, http_stream, running_server
 
 APP: Final = "https://app.example"
 KEY: Final = {"Authorization": "Bearer k"}
@@ -27,7 +27,7 @@ def opened(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def ask(server: ServerProcess, method: str, path: str, origin: str | None = APP, **options: Any) -> httpx.Response:
     headers = {**({"Origin": origin} if origin else {}), **options.pop("headers", {})}
-    return httpx.request(method, server.url + path, headers=headers, verify=NO_CERTIFICATES, timeout=300, **options)
+    return httpx.request(method, server.url + path, headers=headers, timeout=300, **options)
 
 
 def preflight(
