@@ -37,6 +37,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from struct import Struct
 from typing import Any, Final
 
 import numba
@@ -135,19 +136,25 @@ def block_arguments(k_BPGD: Tensor, v_BPGD: Tensor) -> dict[str, int]:
 class Kernel:
     """A compiled function, called with the number of its tasks and its arguments by name."""
 
-    def __init__(self, function: Any, table: list[tuple[str, Any]]) -> None:
+    def __init__(self, function: Any, record: np.dtype) -> None:
         self._function = function  # owns the machine code
         self._address = function.address
-        self._table = type("Table", (ctypes.Structure,), {"_fields_": table})
-        self._names = {name for name, _ in table[2:]}
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
+        self._names = dict.fromkeys(record.names[2:])
+        self._table = Struct("".join(record[name].char for name in record.names))
+        self._memory = ctypes.c_int64 * len(record)
 
     def __call__(self, num_tasks: int, **arguments: float) -> None:
-        if arguments.keys() != self._names:
+        if arguments.keys() != self._names.keys():
             raise TypeError(f"a kernel's arguments are {sorted(self._names)}, not {sorted(arguments)}")
         num_threads = min(torch.get_num_threads(), num_tasks)
-        if num_threads:
-            table = self._table(0, num_tasks, **arguments)
-            _openmp().GOMP_parallel(self._address, ctypes.byref(table), num_threads, 0)
+        if not num_threads:
+            return
+        table = self._memory.from_buffer_copy(self._table.pack(0, num_tasks, *[arguments[x] for x in self._names]))
+        if num_threads == 1:  # A third of the time of a team of one.
+            self._run(table)
+        else:
+            _openmp().GOMP_parallel(self._address, table, num_threads, 0)
 
 
 def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
@@ -157,9 +164,9 @@ def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
         fields: names of 64-bit integers, and, where ``:float`` follows, of 64-bit floats.
     """
     names = [name.partition(":") for name in ("num_claimed", "num_tasks", *fields.split())]
-    record = from_dtype(np.dtype([(name, np.float64 if is_float else np.int64) for name, _, is_float in names]))
-    table = [(name, ctypes.c_double if is_float else ctypes.c_int64) for name, _, is_float in names]
-    compile_it = partial(cfunc, types.void(types.CPointer(record)), fastmath=MATH, error_model="numpy")
+    record = np.dtype([(name, np.float64 if is_float else np.int64) for name, _, is_float in names])
+    signature = types.void(types.CPointer(from_dtype(record)))
+    compile_it = partial(cfunc, signature, fastmath=MATH, error_model="numpy")
 
     def decorate(body: Callable[[Any], None]) -> Kernel:
         directory, config = cache_directory(), numba.config
@@ -167,12 +174,12 @@ def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
         if directory is not None:
             config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = str(directory), f"{__name__}.{FlatLocator.__name__}"
             try:
-                return Kernel(compile_it(cache=True)(body), table)
+                return Kernel(compile_it(cache=True)(body), record)
             except OSError as error:
                 _say_uncached(str(error))  # the disk is full, say
             finally:
                 config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
-        return Kernel(compile_it()(body), table)
+        return Kernel(compile_it()(body), record)
 
     return decorate
 

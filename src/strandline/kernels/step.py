@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
-from strandline.kernels.operation import operation, triton
+from strandline.kernels.operation import numba, operation, triton
 
 
 class RowAddresses(NamedTuple):
@@ -27,7 +27,7 @@ class RowAddresses(NamedTuple):
     """The row's position for rotary embeddings."""
 
 
-@operation(triton("step_triton"))
+@operation(triton("step_triton"), numba("step_numba"))
 def locate_rows(
     query_starts_N1: Tensor,
     start_N: Tensor,

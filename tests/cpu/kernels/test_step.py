@@ -1,4 +1,4 @@
-"""Addresses of rows and final hidden states, by torch and by Triton's interpreter."""
+"""Addresses of rows and final hidden states, by torch, by Triton's interpreter and by Numba."""
 
 import random
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN
 from strandline.kernels import step
+from strandline.kernels.binding import why_unavailable
 from strandline.kernels.step import RowAddresses
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -21,7 +22,17 @@ def versions(name: str) -> list[Callable[..., Any]]:
     return [getattr(step, name).reference, getattr(step_triton, name)]
 
 
-@pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
+def locators() -> list[Any]:
+    """Return the versions of ``locate_rows``."""
+    found = [pytest.param(x, id=name) for x, name in zip(versions("locate_rows"), ("torch", "triton"), strict=True)]
+    if why_unavailable("Numba", "cpu") is None:
+        from strandline.kernels import step_numba
+
+        found.append(pytest.param(step_numba.locate_rows, id="numba"))
+    return found
+
+
+@pytest.mark.parametrize("locate_rows", locators())
 @pytest.mark.parametrize("num_sequences", [1, 4, 300])
 def test_rows_follow_from_a_base_and_a_count_per_sequence(
     locate_rows: Callable[..., RowAddresses], num_sequences: int
@@ -60,7 +71,7 @@ def test_final_hidden_states_reach_slots_except_null_slot(
     assert bool(hidden_SE[[0, 1, 2, 4]].isnan().all())
 
 
-@pytest.mark.parametrize("locate_rows", versions("locate_rows"), ids=["torch", "triton"])
+@pytest.mark.parametrize("locate_rows", locators())
 def test_single_rows_need_no_search(locate_rows: Callable[..., RowAddresses]) -> None:
     starts, kv_starts, ends = [3, 64, 0, 130], [0, 65, 0, 0], [4, 65, 0, 131]
     columns = [torch.tensor(column) for column in (starts, ends, kv_starts, [0, -9, 0, -130])]
