@@ -7,7 +7,7 @@ is stored in its slot, so that a slot that becomes a snapshot can give its next 
 host after the step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from strandline.device.batches.batch import split_by_blocks, to_device
+from strandline.device.batches.batch import to_device
 from strandline.device.batches.encoded_pictures import MAX_SHARED_TOKENS, EncodedPictures
 from strandline.device.batches.padded_step import StepSize
 from strandline.device.batches.pending import PendingTokens
@@ -40,7 +40,7 @@ from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.stores.transfers import Transfers
 from strandline.errors import EngineError
 from strandline.gc_policy import gc_paused
-from strandline.ids import RequestId
+from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
@@ -334,3 +334,22 @@ class Runner:
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Apply the cache's actions in order; consecutive folds together."""
         self._actions.carry_out(actions)
+
+
+def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:
+    """Yield the parts of a sequence that keeps no log, each within one block, to be computed one after the other.
+
+    A sequence without tokens to compute is its own only part.
+    """
+    start, src, is_over = sequence.start, sequence.state_src, False
+    while not is_over:
+        end = min((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, sequence.end)
+        yield sequence._replace(
+            start=start,
+            end=end,
+            token_ids=sequence.token_ids[start - sequence.start : end - sequence.start],
+            state_src=src,
+            cuts=tuple(cut for cut in sequence.cuts if start < cut[0] <= end),
+            num_folded=end - start,
+        )
+        start, src, is_over = end, sequence.state_dst, end == sequence.end

@@ -1,12 +1,15 @@
-"""Threads of small steps, and when decodes keep logs."""
+"""Threads of small steps, when decodes keep logs, and the parts of sequences that are computed one by one."""
 
 import pytest
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.device.runner import split_by_blocks
 from strandline.device.sizing import LOGGED_FROM_CPU
 from strandline.device.steps import host_step
+from strandline.ids import SlotId
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS
+from tests.cpu.device.test_padded_step import sequence
 from tests.cpu.engine.conftest import MakeLLM
 
 
@@ -69,3 +72,17 @@ def test_logs_are_kept_only_while_enough_sequences_decode(make_llm: MakeLLM) -> 
     assert any(max(each, default=0) > 0 for each in logged[:8])
     assert any(max(each, default=0) > 0 for each in logged[22:])
     assert found == serve(make_llm(enable_prefix_caching=False, max_num_seqs=LOGGED_FROM_CPU - 1))
+
+
+def test_parts_of_a_prompt_end_with_its_blocks() -> None:
+    whole = sequence(1, 64, 200, cuts=(128, 192))
+    parts = list(split_by_blocks(whole))
+    assert [(part.start, part.end, part.num_folded) for part in parts] == [(64, 128, 64), (128, 192, 64), (192, 200, 8)]
+    assert sum((part.token_ids for part in parts), ()) == whole.token_ids
+    assert [part.cuts for part in parts] == [((128, SlotId(14)),), ((192, SlotId(14)),), ()]
+    assert [part.state_src for part in parts] == [whole.state_src, whole.state_dst, whole.state_dst]
+
+
+def test_a_sequence_within_one_block_is_its_own_only_part() -> None:
+    for start, end in ((64, 64), (64, 65), (70, 128), (200, 201)):
+        assert list(split_by_blocks(sequence(1, start, end))) == [sequence(1, start, end)]

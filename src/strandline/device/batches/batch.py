@@ -7,7 +7,7 @@ data of each sequence is passed in ``SequenceColumns``; the values for each row 
 Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -20,7 +20,7 @@ from torch import Tensor
 from strandline.device.batches.adapter_tiles import HostTiles
 from strandline.device.batches.picture_rows import place_pictures
 from strandline.device.hardware.upload import upload_groups
-from strandline.ids import BLOCK_TOKENS, NULL_SLOT
+from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
@@ -199,25 +199,6 @@ class DeviceBatch:
     tiled: TiledRows | None
     """The rows that have adapters; None: no row has one."""
     others: Sequence[Tensor]
-
-
-def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:
-    """Yield the parts of a sequence that keeps no log, each within one block, to be computed one after the other.
-
-    A sequence without tokens to compute is its own only part.
-    """
-    start, src, is_over = sequence.start, sequence.state_src, False
-    while not is_over:
-        end = min((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, sequence.end)
-        yield sequence._replace(
-            start=start,
-            end=end,
-            token_ids=sequence.token_ids[start - sequence.start : end - sequence.start],
-            state_src=src,
-            cuts=tuple(cut for cut in sequence.cuts if start < cut[0] <= end),
-            num_folded=end - start,
-        )
-        start, src, is_over = end, sequence.state_dst, end == sequence.end
 
 
 def build_host_batch(
