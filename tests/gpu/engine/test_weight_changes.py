@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch.multiprocessing.reductions import reduce_tensor
 
 from strandline import LLM, SamplingParams
-from strandline.device.steps.routed_experts import Routed
+from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.weights.model_memory import tensors_of
 from strandline.models.storage.conversion import convert
 from strandline.records.control import Action, BeginWeights, JoinTrainer, PrepareWeights, ReceiveWeights, UseWeights
+from strandline.records.plan import StepResult
 from strandline.records.weight_transfer import SentTensors, TransferGroup
 from tests.cpu.engine.tiny import save_tiny_model
 
@@ -150,15 +151,15 @@ def test_graphs_record_the_same_experts(tmp_path: Path, monkeypatch: pytest.Monk
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     directory = save_tiny_model(tmp_path, **SIZES, **experts, shared_expert_intermediate_size=128)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, returns_routed_experts=True)
-    routed, read = bytearray(), Routed.read
+    routed, read = bytearray(), StepInFlight.result
 
-    def noted(fetched: Routed) -> Any:
-        found = read(fetched)
-        for start, rows, token_bytes in found.values():
+    def noted(step: StepInFlight) -> StepResult:
+        found = read(step)
+        for start, rows, token_bytes in found.routed.values():
             routed[start * token_bytes :] = rows
         return found
 
-    monkeypatch.setattr(Routed, "read", noted)
+    monkeypatch.setattr(StepInFlight, "result", noted)
     seen = []
     for eager in (True, False):
         with LLM(str(directory), **OPTIONS, enable_return_routed_experts=True, enforce_eager=eager) as llm:

@@ -1,7 +1,7 @@
 """A step in flight: what it computes is on its way to the host, and is read once the device is done."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import takewhile
 
@@ -14,10 +14,9 @@ from strandline.device.sampling.failures import catch_failure
 from strandline.device.sampling.sampler import LogprobTensors
 from strandline.device.steps.drafter import Drafts
 from strandline.device.steps.prompt_logprobs import PromptLogprobs
-from strandline.device.steps.routed_experts import Routed
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import NO_TOKEN, RequestId
-from strandline.records.plan import SequencePlan, StepResult, TokenLogprobs
+from strandline.records.plan import RoutedTokens, SequencePlan, StepResult, TokenLogprobs
 
 
 @dataclass
@@ -31,8 +30,8 @@ class StepInFlight:
     prompt_logprobs: Sequence[PromptLogprobs]
     hidden_states: tuple[Sequence[int], Tensor] | None
     """Indices in the plan of sequences that ask for final hidden states, and these; None: no sequence does."""
-    routed: Routed | None
-    """The experts of tokens; None: no sequence asks for them."""
+    routed: Mapping[int, tuple[int, Tensor]]
+    """The experts of tokens, as of ``fetch_routed``."""
     transfers: Transfers
     device: InitVar[torch.device]
     is_launch_bound: bool = False
@@ -87,7 +86,7 @@ class StepInFlight:
             {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
             {index: state.is_bound for index, state in states if state.new.thinking is not None},
             self._read_hidden_states(),
-            {} if self.routed is None else self.routed.read(),
+            {i: RoutedTokens(start, x.numpy().tobytes(), x.shape[1]) for i, (start, x) in self.routed.items()},
             self.transfers.take(),
         )
 
