@@ -189,15 +189,15 @@ def _bit_positions(device: torch.device) -> Tensor:
 
 def pack_bytes(codes: Tensor) -> Tensor:
     """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of an ``Mxfp8Weight``, padded with zeros."""
-    # Inputs of 16 by j, w, and whether they are odd.
-    of_words = _padded(codes).unflatten(-1, (-1, 2, 4, 2)).movedim(-3, -1).flatten(-2)
+    # Inputs of 64 by j, w, and whether they are odd.
+    of_words = _padded(codes).unflatten(-1, (-1, 2, 16, 2)).movedim(-3, -1).flatten(-2)
     words: Tensor = of_words.contiguous().view(torch.int32).flatten(-3)
     return words
 
 
 def unpack_bytes(words: Tensor) -> Tensor:
     """Return the uint8 codes of an ``Mxfp8Weight``, with those that pad the last block."""
-    codes: Tensor = words.view(torch.uint8).unflatten(-1, (-1, 4, 2, 2)).movedim(-1, -3).flatten(-4)
+    codes: Tensor = words.view(torch.uint8).unflatten(-1, (-1, 16, 2, 2)).movedim(-1, -3).flatten(-4)
     return codes
 
 
@@ -258,7 +258,7 @@ class Fp4Weight:
 class Mxfp8Weight:
     """A matrix in MXFP8 (e4m3, scales of 32 inputs), or several of one shape: ``number * scale``.
 
-    A row consists of blocks of 128 inputs, the last one padded. Word ``w`` of four holds inputs ``8 j + 2 w`` of 16, as
+    A row consists of blocks of 128 inputs, the last one padded. Word ``w`` of 16 holds inputs ``32 j + 2 w`` of 64, as
     byte ``j``, and the next ones, as byte ``j + 2``, for ``j`` 0 and 1.
     """
 

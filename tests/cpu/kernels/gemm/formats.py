@@ -96,7 +96,7 @@ def exact(weight: Any) -> Tensor:
         code = weight.words[..., column_I // 128 * 16 + word_I] >> bit_I & 15
     scale = weight.scales[..., column_I // weight.group]
     if isinstance(weight, Mxfp8Weight):
-        byte_I = column_I // 16 * 16 + column_I % 8 // 2 * 4 + column_I % 2 * 2 + column_I % 16 // 8
+        byte_I = column_I // 64 * 64 + column_I % 32 // 2 * 4 + column_I % 2 * 2 + column_I % 64 // 32
         numbers = weight.words.view(torch.float8_e4m3fn)[..., byte_I].double()
         return numbers * 2 ** (scale.double() - 127)
     if isinstance(weight, FourBitWeight):

@@ -250,25 +250,28 @@ FP4: Final = FormatLaunches(
     few_experts=(few_pair((8, 1024, 2), 8, 4), few_pair((8, 1024, 2), 4, 1)),
 )
 
+MXFP8_FEW_TOKENS: Final = Launch(16, 128, BLOCK_INPUTS, 4, 3)
+MXFP8_TOKENS: Final = (Launch(64, 64, BLOCK_INPUTS, 4, 3), CODED_MIDDLE)
+
 MXFP8: Final = FormatLaunches(
     linear=FP4_LINEAR._replace(
-        max_numbers={1: MANY, 4: MANY},
-        rows_one=rows_launch(4, 4096, 4),
         rows_several=rows_launch(4, 1024, 2),
         rows_one_wide=rows_launch(4, 1024, 2),
         rows_several_wide=rows_launch(4, 512, 1),
         tiles=Tiles(
-            {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), MANY: CODED_MIDDLE},
-            {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), 32: CODED_MIDDLE, MANY: CODED_MANY},
+            {16: MXFP8_FEW_TOKENS, MANY: CODED_MIDDLE},
+            {16: MXFP8_FEW_TOKENS, 64: CODED_MIDDLE, MANY: CODED_MANY},
             CODED_FLOAT32,
         ),
     ),
     linear_fixed=CODED_FIXED,
     experts=FP4.experts._replace(
-        decode=(Launch(16, 128, BLOCK_INPUTS, 8, 3), Launch(16, 128, BLOCK_INPUTS, 8, 3)),
-        min_dequantized=128,
+        decode=(MXFP8_FEW_TOKENS, MXFP8_FEW_TOKENS),
+        middle=MXFP8_TOKENS,
+        prefill=MXFP8_TOKENS,
+        min_dequantized=192,
     ),
-    few_experts=(few_pair((4, 512, 2), 2, 1), few_pair((8, 512, 2), 2, 2)),
+    few_experts=(few_pair((4, 512, 2), 4, 4), few_pair((4, 512, 2), 2, 2)),
 )
 
 LAUNCHES: Final[dict[type, FormatLaunches]] = {

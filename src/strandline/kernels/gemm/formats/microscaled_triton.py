@@ -4,12 +4,13 @@ Bits of two codes of a word are moved to where two bfloat16 numbers have them (`
 code but the sign are those of a number whose exponent is too small, denormal ones included (``CODE_EXPONENTS``). The
 exponent is corrected by scales (tiles) and inputs (few rows), all by powers of two: every operand is exact.
 
-A piece is four words of a row: 32 neighbouring inputs of 4 bits, 16 of 8 bits. A plane is eight neighbouring inputs of
-all pieces, two of every word: words and halves of a plane are in the order of its inputs. Exponents are scales of 32
-inputs, a span. In NVFP4 the first two planes of a piece have one scale, the last two another one.
+A span is 32 neighbouring inputs of 4 bits, or 64 of 8 bits. A plane is a run of eight or 32 neighbouring inputs of all
+spans, two of every word: words and halves of a plane are in the order of its inputs. One number holds the scales of a
+span: one in MXFP4; else that of the first half of its planes and that of the second half. A piece is four words of a
+row.
 
-Shape suffixes: as in ``four_bit_triton.py``; P pieces and S spans of a block, I inputs of a piece in a plane, L numbers
-that hold the scales of a block.
+Shape suffixes: as in ``four_bit_triton.py``; S spans of a block, R inputs of a run, I inputs of a piece in a plane, L
+numbers that hold the scales of a block.
 """
 # mypy: ignore-errors
 
@@ -29,9 +30,6 @@ PLANE_INPUTS = tl.constexpr(8)
 """Inputs of a piece in a plane."""
 
 PIECE_WORDS = tl.constexpr(4)
-
-SPAN_INPUTS = tl.constexpr(weights.E8M0_GROUP)
-SPANS = tl.constexpr(weights.BLOCK_INPUTS // weights.E8M0_GROUP)
 
 PAIR = tl.constexpr(-0x7E3F7E40)
 """Mask of the bits of two codes of 4 bits: signs, lowest two bits of exponents, highest of mantissas."""
@@ -57,10 +55,14 @@ class MicroscaledLayout(NamedTuple):
 
     codes: int
     """Codes of a word."""
+    run: int
+    """Inputs of a run; as many times the planes are those of a span."""
     code_exponent: int
     """``CODE_EXPONENTS`` of these."""
     has_exponents: bool
-    """Whether scales are exponents, one for each span, else e4m3, two for each piece of 4-bit codes."""
+    """Whether scales are exponents, else e4m3."""
+    halves: int
+    """Scales of a span."""
 
     def fit_rows(self, block_n: int) -> int:
         """Return how many rows of a matrix a program may take, at most this number."""
@@ -69,14 +71,19 @@ class MicroscaledLayout(NamedTuple):
 
 def data(weight: Fp4Weight | Mxfp8Weight) -> tuple:
     """Return words and how many a row has, the scales of a span as one number, and factors, if there are any."""
-    has_exponents = weight.scales.dtype == torch.uint8
-    scales = weight.scales if has_exponents else weight.scales.view(torch.int16)
-    return weight.words, weight.words.shape[-1], scales, weight.factors if isinstance(weight, Fp4Weight) else None
+    factors = weight.factors if isinstance(weight, Fp4Weight) else None
+    scales = weight.scales if _scales_per_span(weight) == 1 else weight.scales.view(torch.int16)
+    return weight.words, weight.words.shape[-1], scales, factors
+
+
+def _scales_per_span(weight: Fp4Weight | Mxfp8Weight) -> int:
+    return 1 if isinstance(weight, Fp4Weight) and weight.scales.dtype == torch.uint8 else 2
 
 
 def layout(weight: Fp4Weight | Mxfp8Weight) -> MicroscaledLayout:
-    bits = 4 if isinstance(weight, Fp4Weight) else 8
-    return MicroscaledLayout(32 // bits, CODE_EXPONENTS[bits], weight.scales.dtype == torch.uint8)
+    bits, run = (4, 8) if isinstance(weight, Fp4Weight) else (8, 32)
+    has_exponents = weight.scales.dtype == torch.uint8
+    return MicroscaledLayout(32 // bits, run, CODE_EXPONENTS[bits], has_exponents, _scales_per_span(weight))
 
 
 @triton.jit
@@ -88,9 +95,13 @@ def _power_of_2(EXPONENT: tl.constexpr):
 @triton.jit
 def _scales_of_spans(packed, LAYOUT: tl.constexpr):
     """Return the scales of the first and of the second half of spans, in float32."""
-    if LAYOUT.has_exponents:
+    if LAYOUT.halves == 1:
         scale = (packed.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         return scale, scale
+    elif LAYOUT.has_exponents:
+        bits = packed.to(tl.int32)
+        low, high = (bits & 0xFF) << 23, (bits & 0xFF00) << 15
+        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     else:
         low, high = packed & 0xFF, (packed >> 8) & 0xFF
         scale = low.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -135,18 +146,20 @@ def _unpack_plane(words_NW, scale_NK, PLANE: tl.constexpr, DTYPE: tl.constexpr, 
 def _scales_of_planes(packed_NL, IS_FIRST: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the scales of the first or second half of the planes, ``[N, K]``, times ``2 ** SCALE_EXPONENT``."""
     N: tl.constexpr = packed_NL.shape[0]
-    # Of a span.
-    K: tl.constexpr = 2 * SPAN_INPUTS // LAYOUT.codes
-    if LAYOUT.has_exponents:
+    SPANS: tl.constexpr = BLOCK_INPUTS // (LAYOUT.run * LAYOUT.codes // 2)
+    if LAYOUT.halves == 1:
         # By way of float32: if integers are extended, the compiler moves tiles through shared memory.
         scale_NS = (packed_NL.to(tl.float32).to(tl.int32) << 23).to(tl.float32, bitcast=True)
         scale_NS = (scale_NS * _power_of_2(SCALE_EXPONENT)).to(tl.bfloat16)
+    elif LAYOUT.has_exponents:
+        bits_NL = ((packed_NL << 7) if IS_FIRST else (packed_NL >> 1)) & 0x7F807F80
+        scale_NS = join_halves(bits_NL, tl.bfloat16) * _power_of_2(SCALE_EXPONENT).to(tl.bfloat16)
     else:
         # Bits of e4m3 are those of a number in bfloat16 whose exponent is 120 too small.
         bits_NL = ((packed_NL << 4) if IS_FIRST else (packed_NL >> 4)) & 0x07F007F0
         power = _power_of_2((SCALE_EXPONENT + 120) // 2).to(tl.bfloat16)
         scale_NS = join_halves(bits_NL, tl.bfloat16) * power * power
-    return tl.reshape(tl.broadcast_to(scale_NS[:, :, None], [N, SPANS, K]), [N, SPANS * K])
+    return tl.reshape(tl.broadcast_to(scale_NS[:, :, None], [N, SPANS, LAYOUT.run]), [N, SPANS * LAYOUT.run])
 
 
 @triton.jit
@@ -180,12 +193,12 @@ def tile(
     up_N = read_N + N
     word_W = tl.arange(0, BLOCK_WORDS)
     input_K = tl.arange(0, 2 * BLOCK_WORDS)
-    input_K = input_K // PLANE_INPUTS * (PIECE_WORDS * LAYOUT.codes) + input_K % PLANE_INPUTS
+    input_K = input_K // LAYOUT.run * (LAYOUT.run * PLANES) + input_K % LAYOUT.run
     x_KM_ptr = x_ptr + (read_M.to(tl.int64) * stride_x)[None, :] + input_K[:, None]
     words_NW_ptr = weight_ptr + (read_N * num_words)[:, None] + word_W[None, :]
     up_NW_ptr = weight_ptr + (up_N * num_words)[:, None] + word_W[None, :]
-    NUM_PACKED: tl.constexpr = SPANS if LAYOUT.has_exponents else SPANS // 2
-    if not LAYOUT.has_exponents:
+    NUM_PACKED: tl.constexpr = BLOCK_INPUTS // (LAYOUT.run * PLANES) // LAYOUT.halves
+    if LAYOUT.halves > 1:
         scale_ptr = scale_ptr.to(tl.pointer_type(tl.int32))
     packed_L = tl.arange(0, NUM_PACKED)
     packed_NL_ptr = scale_ptr + (read_N * (num_words // BLOCK_WORDS * NUM_PACKED))[:, None] + packed_L[None, :]
@@ -199,7 +212,7 @@ def tile(
             up_NW = tl.load(up_NW_ptr + block * BLOCK_WORDS)
             up_packed_NL = tl.load(up_packed_NL_ptr + block * NUM_PACKED)
         for plane in tl.static_range(PLANES):
-            start = block * BLOCK_INPUTS + plane * PLANE_INPUTS
+            start = block * BLOCK_INPUTS + plane * LAYOUT.run
             if IS_EVEN:
                 x_KM = tl.load(x_KM_ptr + start)
             else:
@@ -228,36 +241,36 @@ def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
     weight_ptr, num_words, scale_ptr, factor_ptr = weight
     N: tl.constexpr = read_N.shape[0]
     BLOCK_WORDS: tl.constexpr = BLOCK_INPUTS // LAYOUT.codes
+    SPANS: tl.constexpr = BLOCK_INPUTS // (LAYOUT.run * LAYOUT.codes // 2)
     word_W = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     span_S = block * SPANS + tl.arange(0, SPANS)
     words_NW = tl.load(weight_ptr + (read_N * num_words)[:, None] + word_W[None, :])
-    num_spans = num_words * LAYOUT.codes // SPAN_INPUTS
+    num_spans = num_words // BLOCK_WORDS * SPANS
     packed_NS = tl.load(scale_ptr + (read_N * num_spans)[:, None] + span_S[None, :])
     first_NS, second_NS = _scales_of_spans(packed_NS, LAYOUT)
     if factor_ptr is not None:
         factor_N1 = tl.load(factor_ptr + read_N)[:, None]
         first_NS *= factor_N1
         second_NS *= factor_N1
-    number_NPIJ = _dequantize_planes(words_NW, first_NS, 0, LAYOUT)
-    if LAYOUT.codes == 8:
-        number_NPIJ = tl.join(number_NPIJ, _dequantize_planes(words_NW, second_NS, 2, LAYOUT))
-        number_NPIJ = tl.permute(number_NPIJ, [0, 1, 4, 3, 2])
+    first_NSR = _dequantize_plane(words_NW, first_NS, 0, LAYOUT)
+    if LAYOUT.codes == 4:
+        second_NSR = _dequantize_plane(words_NW, second_NS, 1, LAYOUT)
+        number_NSPR = tl.permute(tl.join(first_NSR, second_NSR), [0, 1, 3, 2])
     else:
-        number_NPIJ = tl.permute(number_NPIJ, [0, 1, 3, 2])
-    return tl.reshape(number_NPIJ, [N, BLOCK_INPUTS])
+        second_NSR = _dequantize_plane(words_NW, first_NS, 1, LAYOUT)
+        third_NSR = _dequantize_plane(words_NW, second_NS, 2, LAYOUT)
+        fourth_NSR = _dequantize_plane(words_NW, second_NS, 3, LAYOUT)
+        number_NSRPP = tl.join(tl.join(first_NSR, third_NSR), tl.join(second_NSR, fourth_NSR))
+        number_NSPR = tl.permute(number_NSRPP, [0, 1, 3, 4, 2])
+    return tl.reshape(number_NSPR, [N, BLOCK_INPUTS])
 
 
 @triton.jit
-def _dequantize_planes(words_NW, scale_NS, FIRST: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the numbers of two planes, ``[N, P, I, 2]``."""
-    N: tl.constexpr = words_NW.shape[0]
-    SPAN_WORDS: tl.constexpr = SPAN_INPUTS // LAYOUT.codes
-    even, odd = _unpack_numbers(words_NW, FIRST, LAYOUT)
-    next_even, next_odd = _unpack_numbers(words_NW, FIRST + 1, LAYOUT)
-    numbers = tl.join(tl.join(even, next_even), tl.join(odd, next_odd))
-    numbers = tl.permute(numbers, [0, 1, 3, 2]) * _power_of_2(LAYOUT.code_exponent)
-    numbers = tl.reshape(numbers, [N, SPANS, 2 * SPAN_WORDS, 2]) * scale_NS[:, :, None, None]
-    return tl.reshape(numbers, [N, words_NW.shape[1] // PIECE_WORDS, PLANE_INPUTS, 2])
+def _dequantize_plane(words_NW, scale_NS, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the numbers of a plane."""
+    even_NW, odd_NW = _unpack_numbers(words_NW, PLANE, LAYOUT)
+    number_NSR = tl.reshape(tl.join(even_NW, odd_NW), [scale_NS.shape[0], scale_NS.shape[1], LAYOUT.run])
+    return number_NSR * _power_of_2(LAYOUT.code_exponent) * scale_NS[:, :, None]
 
 
 @triton.jit
@@ -265,13 +278,13 @@ def _load_pieces(weight, row_CN, is_1N, start, LAYOUT: tl.constexpr, IS_EVEN: tl
     """Load pieces of rows, ``[J, C, N, W]``, and their scales, ``[J, C, N]``."""
     weight_ptr, num_words, scale_ptr, _ = weight
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
+    SPAN_PIECES: tl.constexpr = LAYOUT.run // PLANE_INPUTS
     num_pieces = num_words // PIECE_WORDS
-    num_spans = num_words * LAYOUT.codes // SPAN_INPUTS
     piece_J = start // PIECE_INPUTS + tl.arange(0, BLOCK_K // PIECE_INPUTS)
-    span_J = piece_J * PIECE_INPUTS // SPAN_INPUTS
+    span_J = piece_J // SPAN_PIECES
     word_JW = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
     ptr_JCNW = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JW[:, None, None, :]
-    scale_JCN_ptr = scale_ptr + (row_CN * num_spans)[None, :, :] + span_J[:, None, None]
+    scale_JCN_ptr = scale_ptr + (row_CN * (num_pieces // SPAN_PIECES))[None, :, :] + span_J[:, None, None]
     if IS_EVEN:
         words_JCNW = tl.load(ptr_JCNW, eviction_policy="evict_first")
         scales_JCN = tl.load(scale_JCN_ptr)
@@ -343,8 +356,8 @@ def multiply_rows(
     _, _, _, factor_ptr = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
-    # Halves of a piece with a scale each, or pieces.
-    HALVES: tl.constexpr = 1 if LAYOUT.has_exponents else 2
+    SPAN_PIECES: tl.constexpr = LAYOUT.run // PLANE_INPUTS
+    HALVES: tl.constexpr = LAYOUT.halves
     HALF_PLANES: tl.constexpr = LAYOUT.codes // 2 // HALVES
     J: tl.constexpr = BLOCK_K // PIECE_INPUTS
     M: tl.constexpr = row_M.shape[0]
@@ -352,7 +365,8 @@ def multiply_rows(
     row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
     is_CN = (row_N < N)[None, :] & (row_CN >= 0)
     piece_J = start // PIECE_INPUTS + tl.arange(0, J)
-    col_JI = (piece_J * PIECE_INPUTS)[:, None] + tl.arange(0, PLANE_INPUTS)[None, :]
+    col_J = piece_J // SPAN_PIECES * (SPAN_PIECES * PIECE_INPUTS) + piece_J % SPAN_PIECES * PLANE_INPUTS
+    col_JI = col_J[:, None] + tl.arange(0, PLANE_INPUTS)[None, :]
     x_JMI_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JI[:, None, :]
     power = _power_of_2(INPUT_EXPONENT)
     scales, up_scales = _scales_of_spans(scales_JCN, LAYOUT), _scales_of_spans(up_scales_JCN, LAYOUT)
@@ -364,8 +378,8 @@ def multiply_rows(
         for plane in tl.static_range(half * HALF_PLANES, (half + 1) * HALF_PLANES):
             is_JMI = is_row_M[None, :, None]
             if not IS_EVEN:
-                is_JMI = is_JMI & (col_JI + plane * PLANE_INPUTS < K)[:, None, :]
-            x_JMI = tl.load(x_JMI_ptr + plane * PLANE_INPUTS, mask=is_JMI, other=0.0).to(tl.float32) * power
+                is_JMI = is_JMI & (col_JI + plane * LAYOUT.run < K)[:, None, :]
+            x_JMI = tl.load(x_JMI_ptr + plane * LAYOUT.run, mask=is_JMI, other=0.0).to(tl.float32) * power
             even_JMW, odd_JMW = tl.split(tl.reshape(x_JMI, [J, M, PIECE_WORDS, 2]))
             acc_JMNW = _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, plane, LAYOUT)
             if IS_GATED:
