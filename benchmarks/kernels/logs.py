@@ -172,7 +172,14 @@ def verify_convolution(sequences: int, sizes: tuple[int, ...] = (8192, 32, 32)) 
         arguments,
         reference=causal_conv1d_replay.reference,
         memory=lambda *arguments: [*arguments[1], arguments[4][1:]],
+        launches=convolution_launches,
     )
+
+
+def convolution_launches() -> Iterator[Launch]:
+    for channels, warps in ((32, 1), (64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 2), (256, 4)):
+        launches = {1 << 62: (channels, warps)}
+        yield Launch(f"{channels}, {warps}", {"recurrences.conv1d_replay_triton.LAUNCHES": launches})
 
 
 @case("verification", sequences=(*SEQUENCES, 256, 512), tiny={"sequences": 2})

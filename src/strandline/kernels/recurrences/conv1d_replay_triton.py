@@ -4,7 +4,8 @@ A program owns some channels of one sequence. It reads its logged inputs, then t
 convolves them behind the window; then it stores windows; and when it has read all of the log, it logs the drafts. Where
 layers log further inputs, the last programs put these in order.
 
-Shape suffixes as in ``conv1d.py``; R rows, of logged tokens and the step's own, D columns of a further input.
+Shape suffixes as in ``conv1d.py``; R rows, of logged tokens and the step's own, D columns of a further input; in the
+kernel J rows of a window.
 """
 # mypy: ignore-errors
 
@@ -25,7 +26,8 @@ from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 ROWS = 8
 """Read at once: all of a sequence that verifies up to three drafts."""
 
-BLOCK_C, NUM_WARPS = 256, 1
+LAUNCHES = {4: (32, 1), 32: (64, 1), 1 << 62: (256, 2)}
+"""Channels and warps of a program, by the largest number of sequences."""
 
 MAX_OTHERS = 2
 """Inputs of a launch behind the first."""
@@ -90,7 +92,8 @@ def _launch(
 ) -> None:
     weight_CW, bias_C, activation = convolution
     num_channels, num_others = inputs[0].shape[1], len(inputs) - 1
-    num_blocks = cdiv(num_channels, BLOCK_C)
+    block_c, num_warps = next(launch for most, launch in LAUNCHES.items() if chunks.num_sequences <= most)
+    num_blocks = cdiv(num_channels, block_c)
     any_tensor, any_size = (None,) * (MAX_OTHERS - num_others), (0,) * (MAX_OTHERS - num_others)
     sizes = (*(x.shape[1] for x in inputs[1:]), *any_size)
     _replay_kernel[(num_blocks + num_others, chunks.num_sequences)](
@@ -100,7 +103,8 @@ def _launch(
         *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *strides(window_SRC),
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
         SIZE_1=sizes[0], SIZE_2=sizes[1], BLOCK_D=next_power_of_2(max(1, *sizes)),
-        CONV_BLOCKS=num_blocks, ROWS=ROWS, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS, **overlap_options(outs[0]),
+        CONV_BLOCKS=num_blocks, ROWS=ROWS, BLOCK_J=next_power_of_2(weight_CW.shape[1]),
+        BLOCK_C=block_c, num_warps=num_warps, **overlap_options(outs[0]),
     )  # fmt: skip
 
 
@@ -147,6 +151,7 @@ def _replay_kernel(
     BLOCK_D: tl.constexpr,
     CONV_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -185,67 +190,92 @@ def _replay_kernel(
         wait_for_previous(OVERLAPS)
         release_next(OVERLAPS)
 
+        rows = (x_ptr, log_ptr, source_ptr, start, end, x_row_stride)
+        # Of one dtype, rows of the old window are loaded as the others are: an address is chosen, and not a value.
+        old_row_ptr = window_ptr + src * slot_stride
+        IS_SAME: tl.constexpr = window_ptr.dtype == x_ptr.dtype
+        offset_R = tl.arange(0, ROWS)
         for first_row in range(start, end, ROWS):
-            rows = ()
-            for i in tl.static_range(ROWS + W - 1):
-                row = first_row + (i - (W - 1))
-                row_C = _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C)
-                if i < W - 1:
-                    row_C = _row_or_old(row_C, old, row - start, W)
-                rows += (row_C,)
-            for i in tl.static_range(ROWS):
-                y_C = tl.zeros([BLOCK_C], tl.float32)
-                for tap in tl.static_range(W):
-                    y_C += rows[i + tap].to(tl.float32) * weights[tap]
-                if HAS_BIAS:
-                    y_C += tl.load(bias_ptr + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)
-                is_output_C = is_channel_C & (first_row + i < end)
-                y_ptrs = y_ptr + (first_row + i) * C + channel_C
-                tl.store(y_ptrs, activate(y_C, y_ptr.dtype.element_ty, IS_SILU), mask=is_output_C)
+            row_R = first_row + offset_R
+            y_RC = tl.zeros([ROWS, BLOCK_C], tl.float32)
+            for tap in tl.static_range(W):
+                tap_R = row_R + (tap - (W - 1))
+                if IS_SAME:
+                    row_RC = _load_rows(*rows, tap_R, channel_C, C, old_row_ptr, src, window_row_stride, W)
+                else:
+                    row_RC = _load_rows(*rows, tap_R, channel_C, C, None, src, window_row_stride, W)
+                    row_RC = _or_old(row_RC, old, tap_R - start, W)
+                y_RC += row_RC.to(tl.float32) * weights[tap][None, :]
+            if HAS_BIAS:
+                y_RC += tl.load(bias_ptr + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)[None, :]
+            is_output_RC = (row_R < end)[:, None] & is_channel_C[None, :]
+            y_ptrs = y_ptr + (row_R * C)[:, None] + channel_C[None, :]
+            tl.store(y_ptrs, activate(y_RC, y_ptr.dtype.element_ty, IS_SILU), mask=is_output_RC)
 
         # Other threads may still read what this one is about to overwrite: the window here, the log below.
         tl.debug_barrier()
+        window_J = tl.arange(0, BLOCK_J)
+        is_window_JC = (window_J < W - 1)[:, None] & is_channel_C[None, :]
         for chunk in range(first_chunk, end_chunk + 1):
             is_chunk = chunk < end_chunk
             slot = tl.where(is_chunk, tl.load(cut_slots_ptr + chunk, mask=is_chunk, other=0), dst)
             stop = tl.load(starts_ptr + chunk, mask=is_chunk, other=0)
             stop = tl.where(is_chunk, stop + tl.load(lengths_ptr + chunk, mask=is_chunk, other=0), end)
             if slot != 0:
-                for j in tl.static_range(W - 1):
-                    row = stop - (W - 1) + j
-                    row_C = _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C)
-                    row_C = _row_or_old(row_C, old, row - start, W)
-                    new_ptrs = window_ptr + slot * slot_stride + j * window_row_stride + channel_C
-                    tl.store(new_ptrs, row_C.to(window_ptr.dtype.element_ty), mask=is_channel_C)
+                window_row_J = stop - (W - 1) + window_J
+                new_JC = _load_rows(*rows, window_row_J, channel_C, C, None, src, window_row_stride, W)
+                new_JC = _or_old(new_JC, old, window_row_J - start, W)
+                new_ptrs = window_ptr + slot * slot_stride + window_J[:, None] * window_row_stride + channel_C[None, :]
+                tl.store(new_ptrs, new_JC.to(window_ptr.dtype.element_ty), mask=is_window_JC)
 
         tl.debug_barrier()
         for first_row in range(start, end, ROWS):
-            for i in tl.static_range(ROWS):
-                is_row = first_row + i < end
-                place = tl.load(place_ptr + first_row + i, mask=is_row, other=NO_PLACE)
-                source = tl.load(source_ptr + first_row + i, mask=is_row, other=0)
-                is_draft_C = is_channel_C & (place >= 0)
-                row_C = tl.load(x_ptr + source * x_row_stride + channel_C, mask=is_draft_C)
-                tl.store(log_ptr + place * C + channel_C, row_C, mask=is_draft_C)
+            row_R = first_row + offset_R
+            place_R = tl.load(place_ptr + row_R, mask=row_R < end, other=NO_PLACE)
+            source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
+            is_draft_RC = (place_R >= 0)[:, None] & is_channel_C[None, :]
+            draft_ptrs = x_ptr + (source_R * x_row_stride)[:, None] + channel_C[None, :]
+            draft_RC = tl.load(draft_ptrs, mask=is_draft_RC)
+            tl.store(log_ptr + (place_R * C)[:, None] + channel_C[None, :], draft_RC, mask=is_draft_RC)
 
 
 @triton.jit
-def _load_row(x_ptr, log_ptr, source_ptr, row, start, end, x_row_stride, channel_C, C: tl.constexpr):
-    """Load a row of a sequence, where it is one."""
-    is_row = (row >= start) & (row < end)
-    source = tl.load(source_ptr + row, mask=is_row, other=0)
-    is_row_C = (channel_C < C) & is_row
-    step_C = tl.load(x_ptr + source * x_row_stride + channel_C, mask=is_row_C & (source >= 0), other=0.0)
-    logged_C = tl.load(log_ptr + (-1 - source) * C + channel_C, mask=is_row_C & (source < 0), other=0.0)
-    return tl.where(source >= 0, step_C, logged_C)
+def _load_rows(
+    x_ptr,
+    log_ptr,
+    source_ptr,
+    start,
+    end,
+    x_row_stride,
+    row_R,
+    channel_C,
+    C: tl.constexpr,
+    old_ptr,
+    src,
+    window_row_stride,
+    W: tl.constexpr,
+):
+    """Load rows of a sequence, where there are some.
+
+    Args:
+        old_ptr: before the first row those of this window are loaded; None: zeros.
+    """
+    is_row_R = (row_R >= start) & (row_R < end)
+    source_R = tl.load(source_ptr + row_R, mask=is_row_R, other=0)
+    ptr_R = tl.where(source_R >= 0, x_ptr + source_R * x_row_stride, log_ptr + (-1 - source_R) * C)
+    if old_ptr is not None:
+        ptr_R = tl.where(row_R < start, old_ptr + (row_R - start + (W - 1)) * window_row_stride, ptr_R)
+        is_row_R = is_row_R | ((row_R < start) & (src != 0))
+    is_row_RC = is_row_R[:, None] & (channel_C < C)[None, :]
+    return tl.load(ptr_R[:, None] + channel_C[None, :], mask=is_row_RC, other=0.0)
 
 
 @triton.jit
-def _row_or_old(row_C, old, index, W: tl.constexpr):
-    """Return a row of a sequence; before its first one, that of the old window."""
+def _or_old(row_RC, old, index_R, W: tl.constexpr):
+    """Return rows of a sequence; before its first one, those of the old window."""
     for j in tl.static_range(W - 1):
-        row_C = tl.where(index + (W - 1) == j, old[j], row_C)
-    return row_C
+        row_RC = tl.where((index_R + (W - 1) == j)[:, None], old[j][None, :], row_RC)
+    return row_RC
 
 
 @triton.jit

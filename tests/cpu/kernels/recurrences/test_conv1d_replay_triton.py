@@ -127,6 +127,10 @@ def check_replay(
     torch.testing.assert_close(window_SRC, copies[1], rtol=0, atol=0, equal_nan=True)
 
 
+def test_many_sequences_equal_torch() -> None:
+    check_replay([(2, 3, 2)] * 33, [70, 4], 4, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("num_taps", [2, 4, 7, 10])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_convolution_logs_and_windows_are_torchs(lengths: Lengths, num_taps: int) -> None:
