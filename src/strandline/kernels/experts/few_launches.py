@@ -9,7 +9,7 @@ from typing import Final
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
 from strandline.kernels.gemm.formats.launches import LAUNCHES, few_pair
 from strandline.kernels.launch import Launch, Pair
-from strandline.kernels.sizes import next_power_of_2
+from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 
 MAX_TOKENS_FEW: Final = 4
 """With more tokens, reading an expert's weights once per choice costs more than sorting the choices into a list."""
@@ -39,6 +39,9 @@ UP_ONE_RELU: Final = (4, 1024, 1)
 FEW_INPUTS: Final = 8 * 512
 """Inputs of an output of the second product, those of all choices of a token, for which the table is measured."""
 
+PROGRAMS_AT_ONCE: Final = 3 * NUM_SMS
+"""Programs of ``few_experts_three`` that an H200 runs at once: it has registers for three on a multiprocessor."""
+
 WIDE_FACTOR: Final = 4
 """Launches of more inputs (``few_experts_wide``) are measured for this many times as many."""
 
@@ -51,6 +54,10 @@ def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: 
     launches = LAUNCHES[type(experts.down)]
     if launches.few_experts is not None:
         up, down = launches.few_experts[num_tokens > 1]
+        in_turn = launches.few_experts_three if num_tokens == 3 else None
+        if in_turn is not None:
+            programs = num_tokens * cdiv(experts.down.shape[1], in_turn.block_n * in_turn.blocks)
+            down = in_turn if programs <= PROGRAMS_AT_ONCE else down
         return up, _with_registers(down, _inputs_down(*sizes), launches.few_experts_wide)
     return choose_dense(num_tokens, *sizes, is_gated=is_gated, is_divided=experts.held is not None)
 

@@ -374,6 +374,7 @@ def _few_down_kernel(
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     hidden = (hidden_ptr + token * TOP_K * F, None, F, 0)
+    outs = ()
     for block in tl.static_range(BLOCKS):
         if block + 1 < BLOCKS:
             next_N = first_N + BLOCK_N
@@ -409,14 +410,17 @@ def _few_down_kernel(
         if SHARED is not None:
             shared_N = _multiply_shared(shared_loaded, shared_added, shared, token, first_N, D, SHARED, dtype, BLOCK_N)
             out_N = out_N.to(dtype).to(tl.float32) + shared_N
-        row_N = first_N + tl.arange(0, BLOCK_N)
-        tl.store(out_ptr + token * D + row_N, out_N.to(dtype), mask=row_N < D)
+        outs += (out_N,)
         if block + 1 < BLOCKS:
             first_N, loaded = next_N, next_loaded
             if SHARED is not None:
                 shared_loaded = next_shared_loaded
                 if SHARED.expansion is not None:
                     shared_added = next_shared_added
+    # Nothing is written between tiles: the compiler reads hidden features, and quantises them, once for all.
+    for block in tl.static_range(BLOCKS):
+        row_N = (tl.program_id(0) * BLOCKS + block) * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(out_ptr + token * D + row_N, outs[block].to(dtype), mask=row_N < D)
 
 
 def mixture_few(

@@ -64,3 +64,11 @@ def test_threads_hold_no_more_than_measured(
 @pytest.mark.parametrize("format_class", FEW)
 def test_measured_sizes_have_the_measured_launches(format_class: type, num_tokens: int) -> None:
     assert inputs_of_thread(format_class, num_tokens, 8, 512, 512)[1] == FEW[format_class][num_tokens > 1][1]
+
+
+@pytest.mark.parametrize(("num_tokens", "channels", "blocks"), [(3, 2048, 4), (3, 4096, 1), (2, 2048, 1), (4, 2048, 1)])
+def test_three_tokens_take_tiles_in_turn_if_all_programs_fit(num_tokens: int, channels: int, blocks: int) -> None:
+    down = ScaledWeight(meta(2, channels, 512), meta(2, 1, 1))
+    launches = choose_few(ExpertWeights(down, down, RELU_SQUARED), None, num_tokens, 8)
+    assert launches is not None
+    assert launches[1].blocks == blocks

@@ -122,6 +122,9 @@ class FormatLaunches(NamedTuple):
     """Both products of experts of one token, and of a few; None: they depend on more (``experts/few_launches.py``)."""
     few_experts_wide: Launch | None = None
     """Their second product of more inputs (``experts/few_launches.WIDE_FACTOR``); None: the same."""
+    few_experts_three: Launch | None = None
+    """Their second product of three tokens, as of one sequence with two drafts, where all programs run at once
+    (``experts/few_launches.PROGRAMS_AT_ONCE``); None: the same."""
 
 
 # Each output is one chain of additions over the inputs in order, 16 at a time, in the tensor core's float32 accumulator
@@ -188,6 +191,8 @@ FP8: Final = FormatLaunches(
     # Every program quantises all inputs, so that fewer outputs for each would cost more than the registers that they
     # take.
     few_experts_wide=rows_launch(8, ALL, 8),
+    # A program chooses experts and quantises hidden features once for four tiles.
+    few_experts_three=rows_launch(4, ALL, 4)._replace(blocks=4),
 )
 
 CODED_MANY: Final = Launch(64, 128, BLOCK_INPUTS, 8, 3)
