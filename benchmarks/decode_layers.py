@@ -2,6 +2,9 @@
 
     PYTHONPATH=src python benchmarks/decode_layers.py --model benchmarks/configs/qwen3.5-35b-a3b-fp8
     PYTHONPATH=src python benchmarks/decode_layers.py --dequantize --sweep
+    PYTHONPATH=src python benchmarks/decode_layers.py --drafts 2
+
+With drafts, the sequence verifies these, and as many that were accepted are logged.
 
 Weights are random. The graph is replayed sixty times, in five rounds that take turns with those of other variants;
 microseconds per layer are of the fastest round. Hidden states are compared with those of the first variant. Kernels are
@@ -32,12 +35,13 @@ from strandline.device.meta_device import META, zeros_from_meta
 from strandline.device.uni_executor import choose_kernels
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import AttentionBatch, RecurrentBatch, StepBatch
-from strandline.kernels.chunk_table import build_chunk_table
+from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.chunk_table import Chunks, build_chunk_table
 from strandline.kernels.gemm.formats.launches import FP8, LAUNCHES, few_pair, rows_launch
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.gpu import GPUS, kind_of
 from strandline.kernels.recording_triton import Variant, recording
+from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.step import fetch_integers
 from strandline.model_config import ModelConfig, parse_model_config
 from strandline.models.weights import load_model
@@ -99,6 +103,10 @@ SWEPT: dict[str, Patches] = {
 }
 
 
+def decoding(slot_1: Tensor) -> RecurrentBatch:
+    return RecurrentBatch(slot_1, slot_1, build_chunk_table([], [], slot_1.device))
+
+
 @contextmanager
 def patched(patches: Patches) -> Iterator[None]:
     with ExitStack() as stack:
@@ -118,7 +126,7 @@ def read_config(options: argparse.Namespace) -> ModelConfig:
 
 
 class Layers:
-    """A model of some layers, and a step in which one sequence decodes."""
+    """A model of some layers, and a step in which one sequence decodes, or verifies drafts."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.model: Any = load_model(
@@ -134,34 +142,47 @@ class Layers:
         self.num_layers = len(self.model.spec.layers)
         per_slab = self.model.spec.blocks_per_slab
         num_blocks = -(-CONTEXT_TOKENS // BLOCK_TOKENS)
-        arena = ArenaTensors(self.model.spec, 4 + -(-num_blocks // per_slab), device)
+        drafts = {"num_draft_logs": 2, "draft_tokens": options.drafts} if options.drafts else {}
+        arena = ArenaTensors(self.model.spec, 4 + -(-num_blocks // per_slab), device, **drafts)
         self.memory = self.model.bind(arena)
-        first_slot = arena.num_slabs - 1
+        rows = torch.arange(1 + options.drafts, device=device)
         one = partial(torch.full, (1,), dtype=torch.int64, device=device)
         blocks = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)
-        position = CONTEXT_TOKENS - 1
+        positions = CONTEXT_TOKENS - len(rows) + rows
+        slot, num_decodes = one(arena.num_slabs - 1), 0 if options.drafts else 1
         self.batch = StepBatch(
-            token_ids_T=one(7),
-            positions_T=one(position),
-            num_decodes=1,
-            num_decode_rows=1,
+            token_ids_T=7 + 11 * rows,
+            positions_T=positions,
+            num_decodes=num_decodes,
+            num_decode_rows=num_decodes,
             attention=AttentionBatch(
-                query_starts=(0, 1),
+                query_starts=(0, len(rows)),
                 context_lens=(CONTEXT_TOKENS,),
-                query_starts_N1=torch.arange(2, device=device),
+                query_starts_N1=torch.arange(2, device=device) * len(rows),
                 context_lens_N=one(CONTEXT_TOKENS),
                 block_table_NM=blocks.unsqueeze(0),
-                write_blocks_T=one(num_blocks),
-                write_offsets_T=one(position % BLOCK_TOKENS),
+                write_blocks_T=blocks[positions // BLOCK_TOKENS].long(),
+                write_offsets_T=positions % BLOCK_TOKENS,
                 is_all_written=True,
+                most_rows=len(rows) if options.drafts else None,
             ),
-            recurrent=RecurrentBatch(
-                src_N=one(first_slot),
-                dst_N=one(first_slot),
-                chunks=build_chunk_table([], [], device),
-            ),
+            recurrent=self.verifying(slot, options.drafts) if options.drafts else decoding(slot),
         )
         self.arena = arena
+
+    def verifying(self, slot_1: Tensor, num_drafts: int) -> RecurrentBatch:
+        """Return a step of one sequence, whose accepted drafts are logged, and which has as many new ones."""
+        row_D, device = torch.arange(num_drafts, device=slot_1.device), slot_1.device
+        # Rows of the step among all, logged rows and their places in the log; then rows and places of new drafts.
+        tables = (num_drafts + torch.arange(1 + num_drafts, device=device), row_D, num_drafts + row_D)
+        replay = ReplayBatch(
+            2 * num_drafts + 1, *tables, 1 + row_D, tables[2], insert_logged=self.kernels[insert_logged]
+        )
+        # The state is stored behind the last token that is certain.
+        slot = 0 if device == META else int(slot_1)
+        chunks = Chunks((0, 2), (0, num_drafts + 1), (num_drafts + 1, num_drafts), (slot, 0), is_short=True)
+        columns = [torch.tensor(column, device=device) for column in chunks.columns]
+        return RecurrentBatch(slot_1, torch.zeros_like(slot_1), chunks.with_tensors(columns), replay=replay)
 
     @torch.inference_mode()
     def forward(self) -> Tensor:
@@ -171,6 +192,9 @@ class Layers:
     def fresh(self) -> Tensor:
         """Return the hidden states of three steps from zeroed memory."""
         self.arena.bytes.zero_()
+        for memory in self.arena.layers:
+            for log in (memory.replay or {}).values():
+                log.zero_()
         return torch.cat([self.forward().clone() for _ in range(3)])
 
 
@@ -306,6 +330,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="benchmarks/configs/qwen3.5-35b-a3b-fp8")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="also try other launches")
     parser.add_argument("--registers", action="store_true")
