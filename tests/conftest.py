@@ -40,9 +40,10 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.register_profile("long", database=None, deadline=None, max_examples=1000, print_blob=True)
 
 SHARE_SERVERS = re.compile(
-    r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(anthropic|bad_bodies|cache_page|cache_page_browser"
-    r"|client_tools|clients|docs|fuzz|grammar_trials|host_check|http|http_process|listener|no_token|openai|responses"
-    r"|slow_clients|tools).py"
+    r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(admin|anthropic|bad_bodies|cache_page"
+    r"|cache_page_browser|client_tools|clients|cross_origin|data_parallel|docs|embeddings|fuzz|generate|grammar_trials"
+    r"|host_check|http|http_process|label_reads|listener|no_token|openai|openapi|reasoning|response_store|responses"
+    r"|routed_experts|slow_clients|tools|vllm_fields|weight_transfer).py"
 )
 """Files whose tests ask the servers that session fixtures start; a second worker would start them again."""
 
