@@ -90,6 +90,7 @@ def save_in(form: str, name: str, directory: Path) -> Path:
         ("qwen3_5", "gptq", True),
         ("qwen3_5_moe", "modelopt", False),
         ("falcon_h1", "mxfp4", True),
+        ("qwen3_5_moe", "mxfp8", False),
         ("gpt_oss", "gpt_oss", False),
         # Its kernels are those of the others.
         pytest.param("kimi_linear", "awq", False, marks=pytest.mark.long),

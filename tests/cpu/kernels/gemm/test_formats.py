@@ -1,6 +1,7 @@
 """Weights stand for what their formats say, and reference implementations multiply with exactly that."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -9,12 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.kernels.binding import bind_kernels
+from strandline.kernels.gemm.formats.launches import LAUNCHES
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear, linear
 from strandline.kernels.gemm.weights import (
     DenseWeight,
+    QuantizedWeight,
     StackedWeight,
+    pack_bytes,
     pack_code_pairs,
     pack_codes,
+    unpack_bytes,
     unpack_code_pairs,
     unpack_codes,
 )
@@ -54,6 +59,22 @@ def test_codes_are_packed_without_loss(pack: Pack, unpack: Pack, shape: tuple[in
     assert (words.dtype, words.shape) == (torch.int32, (*shape[:-1], -(-shape[-1] // 128) * 16))
     assert torch.equal(unpack(words)[..., : shape[-1]], codes)
     assert not unpack(words)[..., shape[-1] :].any()
+
+
+@pytest.mark.parametrize("shape", [(3, 128), (2, 5, 300), (1, 1)], ids=str)
+def test_bytes_are_packed_without_loss(shape: tuple[int, ...]) -> None:
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    words = pack_bytes(codes)
+    assert (words.dtype, words.shape) == (torch.int32, (*shape[:-1], -(-shape[-1] // 128) * 32))
+    assert torch.equal(unpack_bytes(words)[..., : shape[-1]], codes)
+    assert not unpack_bytes(words)[..., shape[-1] :].any()
+
+
+def test_all_formats_have_launches_functions_and_random_weights() -> None:
+    operand_triton = pytest.importorskip("strandline.kernels.gemm.formats.operand_triton")
+    weights = {DenseWeight, *get_args(QuantizedWeight)}
+    assert set(LAUNCHES) == set(operand_triton.FORMATS) == weights
+    assert {type(case.weight(2, 128)) for case in FORMATS.values()} == weights
 
 
 @given(st.sampled_from(sorted(CASES.keys() - {"dense"})), st.integers(1, 10), st.integers(0, 2**31))
