@@ -24,6 +24,7 @@ from strandline.config import (
     EXECUTORS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    OBJECT_STORE_SIZE,
     REMEMBERED_ANSWERS,
     SCHEDULING_POLICIES,
     EngineConfig,
@@ -248,14 +249,13 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization leaves; on CPUs 4GiB, at most half of the free memory)"
     )
     add("--memory", metavar="SIZE", help=text)
-    add(
-        "--host-memory",
-        metavar="SIZE",
-        help="host memory for evicted entries, such as 64GiB, of each engine (default: none)",
-    )
+    text = "host memory for evicted entries, such as 64GiB, of each engine (default: none)"
+    add("--host-memory", metavar="SIZE", help=text)
     add("--disk-cache", metavar="DIR", help="directory for evicted entries, kept across restarts (default: none)")
     add("--disk-cache-size", metavar="SIZE", help=f"size of each engine's disk cache (default: {DISK_CACHE_SIZE})")
-    text = "dtype of snapshots in host memory and on disk; only float32 is exact (default: %(default)s)"
+    add("--object-store", metavar="s3://BUCKET/PREFIX", help="bucket for evicted entries, which engines share")
+    add("--object-store-size", metavar="SIZE", help=f"how much of it each engine uses (default: {OBJECT_STORE_SIZE})")
+    text = "dtype of snapshots below the device; only float32 is exact (default: %(default)s)"
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add(
         "--gpu-memory-utilization",

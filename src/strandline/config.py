@@ -15,7 +15,7 @@ from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
 from strandline.lora_config import LoRAPath, read_lora_path
 from strandline.reasoning_config import ReasoningConfig, read_reasoning_config
-from strandline.specs import SNAPSHOT_DTYPES, ModelSpec
+from strandline.specs import SNAPSHOT_DTYPES
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
 from strandline.weight_transfer_config import WeightTransferConfig, read_weight_transfer_config
 
@@ -40,9 +40,10 @@ MIN_MODEL_LEN: Final = 2
 """A token of a prompt, and one of output."""
 DISK_CACHE_SIZE: Final = "100GiB"
 """The size of a disk cache that is given none."""
-BUFFER_SLABS: Final = 32
-BUFFER_SNAPSHOTS: Final = 8
-"""The size of host memory before a disk cache, where none is configured: the larger of the two."""
+OBJECT_STORE_SIZE: Final = "1TiB"
+"""As much of an object store as an engine uses that is given no size."""
+OBJECT_STORE_URL: Final = re.compile(r"s3://([^/]+)/*(.*?)/*")
+"""A bucket, and what the names of the objects in it begin with."""
 REMEMBERED_ANSWERS: Final = "64MiB"
 """The memory for the tokens of answers, unless another is given."""
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -52,11 +53,14 @@ USES_OF_HITS: Final = {
     "kv_transfer_config": "hands over what the cache holds",
     "host_memory": "holds what the cache evicts",
     "disk_cache": "holds what the cache evicts",
+    "object_store": "holds what the cache evicts",
     "audit_rate": "replays what hits the cache",
 }
 """Options that need a cache that can be hit, and what each does with it."""
 
-NEED_CACHE: Final = frozenset({*USES_OF_HITS, "kv_events_config", "disk_cache_size", "snapshot_dtype"})
+NEED_CACHE: Final = frozenset(
+    {*USES_OF_HITS, "kv_events_config", "disk_cache_size", "object_store_size", "snapshot_dtype"}
+)
 """Options that an engine without a cache refuses."""
 
 
@@ -116,8 +120,14 @@ class EngineConfig:
     """Directory for evicted entries, whose files outlive the process; None: no disk cache."""
     disk_cache_size: str | int | None = None
     """Budget of the disk cache, in the format of ``memory``; with several ranks, the budget of each. None: 100 GiB."""
+    object_store: str | None = None
+    """Bucket of an S3-compatible server for evicted entries, as ``s3://BUCKET/PREFIX``, which engines share; None: no
+    object store."""
+    object_store_size: str | int | None = None
+    """How much of the object store an engine uses, in the format of ``memory``; with several ranks, the share of each.
+    None: 1 TiB."""
     snapshot_dtype: str = "float32"
-    """Dtype of recurrent states in host memory and on disk: ``float32``: unchanged; ``bfloat16`` or ``int8``: smaller,
+    """Dtype of recurrent states below the device: ``float32``: unchanged; ``bfloat16`` or ``int8``: smaller,
     but requests that resume from them are no longer exact."""
     enable_prefix_caching: bool = True
     mamba_cache_mode: str = "auto"
@@ -269,7 +279,7 @@ class EngineConfig:
             )
 
     def _require_tiers(self) -> None:
-        """Check the options of host memory and the disk cache."""
+        """Check the options of host memory, the disk cache and the object store."""
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "--host-memory")
         _require_type("disk_cache", self.disk_cache, (str, NoneType))
@@ -282,17 +292,50 @@ class EngineConfig:
                 )
         if self.disk_cache == "":
             raise ConfigError("--disk-cache must be a directory, got ''")
+        self._require_object_store()
         if self.snapshot_dtype != "float32":
             if self.deterministic:
                 raise ConfigError(
                     f"--deterministic cannot be combined with --snapshot-dtype {self.snapshot_dtype}: a state stored "
                     "in fewer bits is not restored exactly; drop one of the two"
                 )
-            if self.host_memory is None and self.disk_cache is None:
+            if not self.has_tiers:
                 raise ConfigError(
-                    f"--snapshot-dtype {self.snapshot_dtype} applies to host memory and the disk cache; add "
-                    "--host-memory or --disk-cache"
+                    f"--snapshot-dtype {self.snapshot_dtype} applies to host memory, the disk cache and the object "
+                    "store; add --host-memory, --disk-cache or --object-store"
                 )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether what the cache evicts is stored below the device."""
+        return self.host_memory is not None or bool(self.file_tier)
+
+    @property
+    def file_tier(self) -> str:
+        """What messages call the tier whose files outlive the process; empty: there is none."""
+        if self.object_store is not None:
+            return "object store"
+        return "disk cache" if self.disk_cache is not None else ""
+
+    def _require_object_store(self) -> None:
+        """Check the options of the object store."""
+        _require_type("object_store", self.object_store, (str, NoneType))
+        if self.object_store is None:
+            if self.object_store_size is not None:
+                raise ConfigError(
+                    f"--object-store-size {self.object_store_size} is how much of an object store is used, and there "
+                    "is none; add --object-store s3://BUCKET/PREFIX"
+                )
+            return
+        if OBJECT_STORE_URL.fullmatch(self.object_store) is None:
+            raise ConfigError(f"--object-store must be s3://BUCKET or s3://BUCKET/PREFIX, got {self.object_store!r}")
+        if self.object_store_size is not None:
+            parse_bytes(self.object_store_size, "--object-store-size")
+        if self.disk_cache is not None:
+            raise ConfigError(
+                "--object-store cannot be combined with --disk-cache: both are the tier below host memory; drop one of "
+                "the two"
+            )
 
     def _require_cache(self) -> None:
         """Refuse options that would have no effect because nothing can be hit."""
@@ -413,35 +456,6 @@ def parse_bytes(text: str | int, name: str = "--memory") -> int:
     if size < 1:
         raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}")
     return size
-
-
-def buffer_blocks(spec: ModelSpec, snapshot_dtype: str) -> int:
-    """Return the blocks of host memory before a disk cache, where none is configured."""
-    return max(BUFFER_SLABS * spec.blocks_per_slab, BUFFER_SNAPSHOTS * spec.stored_snapshots(snapshot_dtype).max_blocks)
-
-
-def blocks_below(size: str | int, name: str, spec: ModelSpec, snapshot_dtype: str) -> int:
-    """Return the size of a tier below the device in blocks.
-
-    Args:
-        name: the flag that it is given to.
-
-    Raises:
-        ConfigError: it is no size, or has no room for a snapshot with the block that it lies inside.
-    """
-    num_bytes = parse_bytes(size, name)
-    least_bytes = least_bytes_below(spec, snapshot_dtype)
-    if num_bytes < least_bytes:
-        kept = "a snapshot" if spec.needs_snapshots else "a block"
-        raise ConfigError(
-            f"{name} of {num_bytes:,} bytes has no room for {kept} of this model; give at least {least_bytes:,} bytes"
-        )
-    return num_bytes // spec.block_bytes
-
-
-def least_bytes_below(spec: ModelSpec, snapshot_dtype: str) -> int:
-    """Return the least size of a tier below the device in bytes: the largest snapshot and the block it is inside."""
-    return (spec.stored_snapshots(snapshot_dtype).max_blocks + 1) * spec.block_bytes
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

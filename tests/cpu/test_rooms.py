@@ -25,7 +25,7 @@ VOCABULARY = frozenset(
         "kv_events_config",
         "json_options",
     }
-    | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields"}
+    | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields", "tier_sizes"}
     | {"architectures", "picture_config", "lora_config", "log_format", "foreign_flags", "weight_transfer_config"}
 )
 ROOMS = {

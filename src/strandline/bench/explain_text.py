@@ -12,15 +12,15 @@ MEANINGS: Final[Mapping[str, str]] = {
     "repeated": "keys and values are cached, but computed again for what follows the prompt's last token",
     "computing": "another request was computing the tokens",
     "loading": "the tokens were being loaded from a store",
-    "demoted": "the tokens are in host memory or on disk; computing them is faster, or no device memory was free",
+    "demoted": "the tokens are in a tier below the device; computing them is faster, or no device memory was free",
     "load_failed": "a store had the tokens, but loading them failed, or there was no room for them",
     "other_salt": "the tokens are cached under another salt",
     "no_room": "the prefix was cached, but there was not enough memory to keep it beside the request's own data",
     "not_asked": "the cache is off, or the request wanted its prompt's log-probabilities",
 }
-RESTS: Final = "the tokens are in host memory or on disk"
+RESTS: Final = "the tokens are in a tier below the device"
 """What is said of these before the prompt has been sent; whether they would be loaded is in the advice."""
-TIERS: Final[Mapping[str, str]] = {"host": "host memory", "disk": "the disk"}
+TIERS: Final[Mapping[str, str]] = {"host": "host memory", "disk": "the disk", "objects": "the object store"}
 MAX_SHOWN: Final = 8
 MAX_CHARACTERS: Final = 120
 
@@ -38,7 +38,7 @@ def lines(data: Data, subject: str) -> Iterator[str]:
     share = hit / max(queried, 1)
     is_unsent = data["request_id"] is None and "loads" not in data
     resting = _resting_tokens(account) if is_unsent else 0
-    below = f"{resting:,} in host memory or on disk, " if resting else ""
+    below = f"{resting:,} in a tier below the device, " if resting else ""
     others = f"{below}{queried - hit - resting:,} to compute"
     yield f"{subject}: {queried:,} prompt tokens, {hit:,} hit ({share:.1%}), {others}"
     yield from _ranges(account, {**MEANINGS, "demoted": RESTS} if is_unsent else MEANINGS)
@@ -55,7 +55,7 @@ def lines(data: Data, subject: str) -> Iterator[str]:
     if data["now"] is not None:
         now = data["now"]
         resting = _resting_tokens(now)
-        more = f"; {resting:,} more are in host memory or on disk, and loaded where that is faster" if resting else ""
+        more = f"; {resting:,} more are in a tier below the device, and loaded where that is faster" if resting else ""
         yield f"sent again now, it would hit {now['hit']:,} of {now['queried']:,} tokens{more}"
 
 

@@ -32,6 +32,7 @@ from strandline.records.actions import (
     DropBlocks,
     DropSlot,
     DropStored,
+    EnterFiles,
     FoldLog,
     LoadIn,
     MoveBlock,
@@ -284,7 +285,9 @@ class Replay:
                     self.result.copied_tokens += num_tokens
                 case MoveBlock():
                     self.result.moved_blocks += 1
-                case DropBlocks() | DropSlot() | FoldLog() | LoadIn() | StoreOut() | DropStored() | CancelTransfer():
+                case DropBlocks() | DropSlot() | FoldLog() | LoadIn() | StoreOut() | DropStored():
+                    pass
+                case EnterFiles() | CancelTransfer():
                     pass
                 case _:
                     assert_never(action)

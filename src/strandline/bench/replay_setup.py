@@ -9,8 +9,9 @@ from strandline.bench.known_models import cost_model, geometry
 from strandline.bench.replica import Machine
 from strandline.bench.synthetic import SYNTHETIC, synthetic_lanes
 from strandline.bench.traces import Lane, read_trace
-from strandline.config import blocks_below, parse_bytes
+from strandline.config import parse_bytes
 from strandline.errors import ConfigError
+from strandline.tier_sizes import blocks_below
 
 MIN_SLOTS = 6
 """Slots that a simulated device's memory holds, at least."""

@@ -17,7 +17,6 @@ from strandline.cache.policy.resume_rules import resume_rule
 from strandline.cache.policy.window_classes import window_classes
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
-from strandline.config import buffer_blocks
 from strandline.engine.requests.request import Request
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.engine.scheduling.step_limits import StepLimits
@@ -29,6 +28,7 @@ from strandline.records.plan import NewRequest, StepPlan, StepResult
 from strandline.records.sampling_params import SamplingParams
 from strandline.records.tokens import TOKEN_BYTES, decode
 from strandline.specs import ModelSpec
+from strandline.tier_sizes import buffer_blocks
 
 DISK_BYTES_PER_S: Final = 6e9
 NOTHING: Final = SamplingParams(temperature=0, ignore_eos=True)

@@ -22,9 +22,10 @@ from strandline.engine.adapter_use import AdapterUse
 from strandline.engine.caching.auditor import Auditor, Audits
 from strandline.engine.caching.cache_size import cache_size
 from strandline.engine.caching.cache_watch import CacheWatch
-from strandline.engine.caching.disk_flush import flush
 from strandline.engine.caching.event_feed import EventFeed
+from strandline.engine.caching.flushing import flush
 from strandline.engine.caching.memory_report import bytes_by_tenant
+from strandline.engine.caching.object_catalog import open_discoveries
 from strandline.engine.caching.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
 from strandline.engine.control import CoreControl
 from strandline.engine.drafting.new_drafts import new_drafts
@@ -84,6 +85,8 @@ class EngineCore:
             lower=lower_memories(facts, config.snapshot_dtype),
         )
         self.cache, self.loads = self.scheduler.cache, self.scheduler.loading.loads
+        self.discoveries = open_discoveries(facts, config.snapshot_dtype, self.loads)
+        """Enters what other engines store; None: none is shared with them."""
         self.event_feed: EventFeed | None = None
         """Says what the cache can resume; None: neither publishing nor routing needs it."""
         if emits_events:
@@ -175,13 +178,13 @@ class EngineCore:
             self.hand_over.drop(handed_over)
 
     def flush(self, is_stopped: Callable[[], bool] = lambda: False) -> FlushReport | None:
-        """End all sequences and write entries only in memory to the disk cache, for a limited time; no step follows.
+        """End all sequences and write entries only in memory to files, for a limited time; no step follows.
 
         Args:
             is_stopped: asked now and then whether to leave the rest.
 
         Returns:
-            None: there is no disk cache, or the core has been flushed or closed before.
+            None: there are no files, or the core has been flushed or closed before.
         """
         if self._is_closing:
             return None
@@ -196,6 +199,8 @@ class EngineCore:
         self._is_closing = True
         if self.hand_over is not None:
             self.hand_over.close()
+        if self.discoveries is not None:
+            self.discoveries.close()
         self.executor.close()
         if self.event_feed is not None:
             self.event_feed.close()
@@ -231,6 +236,8 @@ class EngineCore:
         events, start_s = self.take_late_events(), SYSTEM_CLOCK()
         if self.hand_over is not None:
             self.hand_over.turn()
+        if self.discoveries is not None:
+            self.discoveries.turn()
         if self.loads:
             # Not only with the step's result: what has been loaded by now can be in the next step.
             self.scheduler.loading.complete(self.executor.poll_transfers())

@@ -91,15 +91,15 @@ class LLM:
         self._loras = dict[LoRARequest, LoadedAdapter]()
         self._renderers: dict[str | None, ChatRenderer] = {}
         self._close: Callable[[], object] = partial(_close, self.engine.core)
-        if self.config.disk_cache is not None:
+        if self.config.file_tier:
             # Also when the script ends, or is interrupted.
             self._close = finalize(self, _close, self.engine.core)
 
     def close(self) -> None:
         """Release the device; nothing can be generated afterwards.
 
-        With ``disk_cache``, entries that are only in memory are written to it first, for at most 20 s; Ctrl-C ends
-        that. The same happens without this call when the interpreter exits.
+        With ``disk_cache`` or ``object_store``, entries that are only in memory are written to it first, for at most
+        20 s; Ctrl-C ends that. The same happens without this call when the interpreter exits.
         """
         self._close()
 
@@ -443,7 +443,7 @@ def _close(core: EngineCore) -> None:
         if (report := core.flush()) is not None:
             LOGGER.info("%s", report)
     except KeyboardInterrupt:
-        LOGGER.info("the rest was not written to the disk cache")
+        LOGGER.info("interrupted; the remaining entries were not written")
     finally:
         core.close()
 

@@ -30,7 +30,7 @@ from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.mp_executor import MpExecutor
 from strandline.engine.startup.compiling import compiling
-from strandline.engine.startup.model_identity import disk_cache_weights
+from strandline.engine.startup.model_identity import weights_of_files
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, Layout, lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -96,7 +96,7 @@ def load_uni_executor(
 
     Args:
         device: None: the one that the configuration names.
-        weights: a digest of all weights; None: it is computed if a disk cache needs it.
+        weights: a digest of all weights; None: it is computed if files of a tier need it.
     """
     if vocabulary is None:
         vocabulary = load_vocabulary(config)
@@ -152,7 +152,7 @@ def load_uni_executor(
     for note in filter(None, notes):
         LOGGER.warning(note)
     if weights is None:
-        weights = disk_cache_weights(config)
+        weights = weights_of_files(config)
     parts = (model, config, device, vocabulary, ranks)
     executor = UniExecutor(*parts, weights=weights, loading_s=loading_s, progress=progress)
     if device.type != "cpu":  # into the host's memory, in the GPU's layout

@@ -9,7 +9,7 @@ from weakref import finalize
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import LaunchedStep
-from strandline.engine.startup.model_identity import disk_cache_weights
+from strandline.engine.startup.model_identity import weights_of_files
 from strandline.engine.workers.engine_stores import EngineStores
 from strandline.engine.workers.joined_completions import JoinedCompletions
 from strandline.engine.workers.packed_plan import PlanPacker
@@ -83,7 +83,7 @@ class MpExecutor:
         self._finalizer = finalize(self, self._workers.close)
         try:
             start_s = SYSTEM_CLOCK()
-            weights = disk_cache_weights(config)  # all are read: once, and not by every rank
+            weights = weights_of_files(config)  # all are read: once, and not by every rank
             weights_s = SYSTEM_CLOCK() - start_s
             self.facts, renames = join_facts(self._workers.start(config, weights, progress=progress))
             self.facts.start_s["weights"] += weights_s

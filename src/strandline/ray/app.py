@@ -33,7 +33,7 @@ ENGINE_CPUS: Final = 0.5
 INGRESS_CPUS: Final = 0.25
 """Default CPU reservation of an ingress, so that three engines fit on two cores."""
 FLUSH_GRACE_S: Final = 60.0
-"""Default shutdown timeout of a replica with a disk cache: its requests finish, then it flushes."""
+"""Default shutdown timeout of a replica whose cache outlives it: its requests finish, then it flushes."""
 STATS_PERIOD_S: Final = 1.0
 """Interval at which Ray Serve queries the replicas' event endpoints: the longest delay for a new replica."""
 
@@ -147,6 +147,6 @@ def _replicas(options: RayOptions) -> serve.Deployment:
         request_routing_stats_period_s=STATS_PERIOD_S,
     )
     reserved = {"ray_actor_options": {"num_cpus": ENGINE_CPUS}}
-    grace = {} if options.engine_config.disk_cache is None else {"graceful_shutdown_timeout_s": FLUSH_GRACE_S}
+    grace = {"graceful_shutdown_timeout_s": FLUSH_GRACE_S} if options.engine_config.file_tier else {}
     more = {"max_ongoing_requests": options.server_config.max_queue, **reserved, **grace, **scale, **options.replica}
     return serve.deployment(EngineReplica, name="Engine", request_router_config=router, **more)

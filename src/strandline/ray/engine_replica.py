@@ -66,6 +66,7 @@ class EngineReplica:
         if engine.disk_cache is not None:
             directory, lock = self._stack.enter_context(replica_directory(Path(engine.disk_cache)))
             engine, inherited = replace(engine, disk_cache=str(directory)), [lock]
+        if engine.file_tier:
             self._flushed = asyncio.get_running_loop().create_future()
         started = engine_process(engine, inherited)
         self._process, self._limits = await self._stack.enter_async_context(started)

@@ -80,6 +80,8 @@ class LoadIn:
     """Destination and address of each block."""
     snapshots: tuple[SnapshotCopy, ...]
     """Destination and address of each snapshot."""
+    limit_s: float = float("inf")
+    """How long computing takes: a store that outlives the process gives up after that."""
 
     @property
     def addresses(self) -> list[int]:
@@ -166,6 +168,23 @@ class DropStored:
     addresses: tuple[int, ...]
 
 
+class FoundFile(NamedTuple):
+    """A file of a store that another engine has written."""
+
+    name: str
+    first_address: int
+    """The address of its first item; those of the others follow."""
+    num_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnterFiles:
+    """What these files of a store hold can be loaded from now on, under these addresses."""
+
+    store: str
+    files: tuple[FoundFile, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class CancelTransfer:
     """End a transfer early, if that is possible, as no request waits for it. Its completion is still reported."""
@@ -184,7 +203,18 @@ class Completion(NamedTuple):
     lost: tuple[int, ...] = ()
     """Addresses of the store that could not be read and never will be."""
     cause: str = ""
-    """Why a store to a disk failed."""
+    """Why a store to files failed."""
 
 
-Action = CopyTokens | MoveBlock | DropBlocks | DropSlot | FoldLog | LoadIn | StoreOut | DropStored | CancelTransfer
+Action = (
+    CopyTokens
+    | MoveBlock
+    | DropBlocks
+    | DropSlot
+    | FoldLog
+    | LoadIn
+    | StoreOut
+    | DropStored
+    | EnterFiles
+    | CancelTransfer
+)

@@ -177,7 +177,7 @@ class TierStats:
     """What a tier below the device stores, and what was loaded from it. Counters count from the start."""
 
     name: str
-    """``host``: host memory, ``disk``: the disk cache."""
+    """``host``: host memory, ``disk``: the disk cache, ``objects``: the object store."""
     num_bytes: int
     """Its size."""
     num_used_bytes: int

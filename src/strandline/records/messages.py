@@ -77,7 +77,7 @@ class AskWhy(msgspec.Struct, tag=True):
 
 
 class Flush(msgspec.Struct, tag=True):
-    """Write entries only in memory to the disk cache; answer with ``Flushed`` of the same number. No step follows."""
+    """Write entries only in memory to files; answer with ``Flushed`` of the same number. No step follows."""
 
     number: int
 
@@ -115,6 +115,8 @@ class FlushReport(msgspec.Struct, frozen=True):
     """Snapshots, or paths, that could not be written."""
     failure: str = ""
     """Why."""
+    tier: str = "disk cache"
+    """What messages call the tier of the files."""
 
     def __add__(self, other: "FlushReport") -> "FlushReport":
         """Return the report of two engines that flushed at the same time."""
@@ -124,13 +126,14 @@ class FlushReport(msgspec.Struct, frozen=True):
             max(self.seconds, other.seconds),
             self.num_failed + other.num_failed,
             self.failure or other.failure,
+            self.tier,
         )
 
     def __str__(self) -> str:
         left = f"; there was no time for {_snapshots(self.num_left)}" if self.num_left else ""
         if self.num_failed:
             left += f"; {_snapshots(self.num_failed)} could not be written: {self.failure}"
-        return f"wrote {self.num_bytes / 2**20:,.1f} MiB to the disk cache in {self.seconds:.1f} s{left}"
+        return f"wrote {self.num_bytes / 2**20:,.1f} MiB to the {self.tier} in {self.seconds:.1f} s{left}"
 
 
 def _snapshots(number: int) -> str:
@@ -197,7 +200,7 @@ class Flushed(msgspec.Struct, tag=True):
 
     number: int
     report: FlushReport | None
-    """None: there is no disk cache."""
+    """None: no files outlive the process."""
 
 
 class AdapterLoaded(msgspec.Struct, tag=True):

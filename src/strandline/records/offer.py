@@ -29,6 +29,8 @@ class Offer:
     """The address of each block; 0: it is not offered. Of the last one, only the tokens before ``position`` count."""
     snapshots: tuple[OfferedSnapshot, ...] = ()
     """By position; the last one is at ``position``. Empty where prompts resume without snapshots."""
+    limit_s: float = float("inf")
+    """How long computing would take."""
 
     def addresses(self, indices: Iterable[int]) -> dict[int, int]:
         """Return the addresses of blocks, counted from the prompt's beginning; 0: it is not offered."""

@@ -124,8 +124,8 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         if await serve_http(http_config(app, server.client_timeout_s or None, tls), listener, client):
             LOGGER.info("stopped at once")
             return INTERRUPTED
-        if engine.disk_cache is not None and any(each.failure is None for each in client.engines):
-            await _flush(client)
+        if engine.file_tier and any(each.failure is None for each in client.engines):
+            await _flush(client, engine.file_tier)
         if client.num_jobs_failed:
             text = "stopped; requests that ended when an engine stopped: %d; all others were answered"
             LOGGER.info(text, client.num_jobs_failed)
@@ -209,10 +209,14 @@ def _cancel_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, cancel)
 
 
-async def _flush(client: EngineClient) -> None:
-    """Have the engine write entries that are only in memory to the disk cache, until another signal arrives."""
-    text = "writing entries that are only in memory to the disk cache, for at most %g s; another signal stops this"
-    LOGGER.info(text, FLUSH_S)
+async def _flush(client: EngineClient, tier: str) -> None:
+    """Have the engine write entries that are only in memory to files, until another signal arrives.
+
+    Args:
+        tier: what messages call the tier of the files.
+    """
+    text = "writing entries that are only in memory to the %s, for at most %g s; another signal stops this"
+    LOGGER.info(text, tier, FLUSH_S)
     flushing = asyncio.ensure_future(client.flush())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, flushing.cancel)
@@ -220,7 +224,7 @@ async def _flush(client: EngineClient) -> None:
     if flushing.cancelled():
         LOGGER.info("interrupted; the remaining entries were not written")
     elif (error := flushing.exception()) is not None:
-        LOGGER.warning("the disk cache may lack entries that were only in memory: %s", error)
+        LOGGER.warning("the %s may lack entries that were only in memory: %s", tier, error)
     else:
         LOGGER.info("%s", flushing.result())
 

@@ -15,72 +15,61 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from errno import EIO
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from secrets import token_bytes, token_hex
-from typing import Final, NamedTuple
+from threading import Lock
+from typing import Final
 
+import numpy as np
+
+from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import ConfigError, cause_of
-from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
-from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
-from strandline.records.path_hashes import block_hashes, root_hash
-from strandline.records.tokens import BLOCK_KEY_BYTES
+from strandline.records.kept import KeptBlocks, KeptSnapshot
+from strandline.transfer.checksum import Buffer
 from strandline.transfer.disk_files import (
     MODE,
     DamagedFileError,
     Header,
-    new_header,
-    num_whole_items,
+    cut_off,
     open_for_reading,
     read_header,
+    read_item,
+    write_file,
 )
-from strandline.transfer.layout import differences
+from strandline.transfer.stored_files import (
+    BLOCKS,
+    SNAPSHOT,
+    FileContents,
+    FilePart,
+    Found,
+    Located,
+    LostItemsError,
+    StoredFile,
+    joined,
+    kept_of,
+    require_sizes,
+    split_target,
+)
 
 LOGGER: Final = logging.getLogger("strandline.disk_cache")
 LOCK: Final = "lock"
 KEY: Final = "key"
 KEY_BYTES: Final = 32
-BLOCKS: Final = "blocks"
-SNAPSHOT: Final = "snapshot"
 NAME: Final = re.compile(rf"[0-9a-f]{{32}}\.({BLOCKS}|{SNAPSHOT})(\.tmp)?")
 """Names of the files that hold blocks and snapshots."""
 RANK: Final = re.compile(r"rank-([1-9]\d*)")
 """Names of the directories of ranks after the first."""
 NESTED: Final = re.compile(r"(rank|engine)-[1-9]\d*")
 """Names of the directories of ranks and engines after the first."""
+NO_LIMIT_BYTES: Final = 2**63
 OTHERS: Final = 0o077
 """Permissions of other users."""
-
-
-class StoredFile:
-    """A file that is whole."""
-
-    __slots__ = ("header", "is_live", "name", "offsets")
-
-    def __init__(self, name: str, header: Header) -> None:
-        self.name = name
-        self.header = header
-        self.offsets = header.offsets()
-        self.is_live = [True] * len(header.sizes)
-        """Which items are needed."""
-
-
-class Located(NamedTuple):
-    """Where an address is."""
-
-    file: StoredFile
-    item: int
-    """The number of the item."""
-
-
-class Found(NamedTuple):
-    """What a directory holds."""
-
-    kept: Kept
-    addresses: dict[int, Located]
 
 
 class DiskDirectory:
@@ -95,18 +84,21 @@ class DiskDirectory:
 
     Attributes:
         path: of the rank's directory.
+        max_file_bytes: most bytes of blocks in a file.
+        num_threads: how many read and write at once.
 
     Raises:
         ConfigError: it cannot be created, read or written, other users have access to it, or it is in use.
     """
 
+    max_file_bytes: Final = NO_LIMIT_BYTES
+    num_threads: Final = 4
+
     def __init__(
         self, path: Path, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int], rank: int = 0
     ) -> None:
         self.path = path / f"rank-{rank}" if rank else path
-        self._layout = dict(layout)
-        self._block_bytes = block_bytes
-        self._snapshot_sizes = snapshot_sizes
+        self._shrinking = Lock()
         try:
             for each in (path, self.path):
                 os.makedirs(each, mode=0o700, exist_ok=True)
@@ -119,7 +111,13 @@ class DiskDirectory:
             self.key = self._read_key()
         except OSError as error:
             raise ConfigError(f"--disk-cache {self.path} cannot be written: {cause_of(error)}") from error
-        self._key_id = blake2b(b"name of the key", key=self.key, digest_size=8).hexdigest()
+        key_id = blake2b(b"name of the key", key=self.key, digest_size=8).hexdigest()
+        self._contents = FileContents(dict(layout), key_id, block_bytes, snapshot_sizes)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"disk cache {self.path}"
 
     def _require_private(self) -> None:
         status = os.fstat(self.descriptor)
@@ -177,26 +175,71 @@ class DiskDirectory:
         Args:
             sizes: those of its items.
         """
-        kind = SNAPSHOT if blocks is None else BLOCKS
-        hashes = [root_hash(path.tree)]
-        hashes += block_hashes(hashes[0], path.data)
-        if blocks is not None:
-            tokens = path.data[blocks.first * BLOCK_KEY_BYTES : blocks.end * BLOCK_KEY_BYTES]
-            before = hashes[blocks.first]
-        else:
-            tokens = path.data[(len(hashes) - 1) * BLOCK_KEY_BYTES :]
-            before = hashes[-1]
-        description = {
-            "layout": self._layout,
-            "key": self._key_id,
-            "kind": kind,
-            "tree": path.tree,
-            "before": before.hex(),
-            "snapshot": path.kind.value,
-            "interarrival_bin": path.interarrival_bin,
-            "is_shared": path.is_shared,
-        }
-        return StoredFile(f"{token_hex(16)}.{kind}", new_header(description, tokens, sizes))
+        header = self._contents.new_header(path, blocks, sizes)
+        return StoredFile(f"{token_hex(16)}.{header.description['kind']}", len(sizes), header)
+
+    def write(self, file: StoredFile, items: Iterable[Iterable[Buffer]]) -> None:
+        """Write a new file.
+
+        Args:
+            items: the bytes of each, in pieces.
+
+        Raises:
+            OSError: it cannot be written now; nothing is left.
+        """
+        file.header = write_file(self.descriptor, file.name, _header_of(file), items)
+
+    def read(self, parts: Sequence[FilePart], deadline_s: float) -> Iterator[memoryview]:
+        """Yield the bytes of each part, checked, one after the other.
+
+        Raises:
+            LostItemsError: items of the next part are gone or damaged.
+            OSError: they cannot be read now, or the deadline has passed.
+        """
+        for part in parts:
+            if SYSTEM_CLOCK() >= deadline_s:
+                raise TimeoutError("computing takes less time")
+            yield self._read_part(part)
+
+    def _read_part(self, part: FilePart) -> memoryview:
+        file, header, data = part.file, _header_of(part.file), np.empty(sum(part.sizes), np.uint8).data
+        require_sizes(part, header)
+        try:
+            descriptor = open_for_reading(self.descriptor, file.name)
+        except FileNotFoundError:
+            raise LostItemsError(f"{file.name} is gone", range(len(file.is_live))) from None
+        try:
+            for item, target in split_target(part, data):
+                try:
+                    read_item(descriptor, header, item, file.offsets[item], target)
+                except DamagedFileError as error:
+                    raise LostItemsError(f"{file.name}: {error}", [item]) from None
+                except OSError as error:
+                    if error.errno != EIO:
+                        raise
+                    raise LostItemsError(f"{file.name}: {cause_of(error)}", [item]) from error
+            with suppress(OSError):  # the disk may be read-only
+                os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+        return data
+
+    def shrink(self, file: StoredFile) -> None:
+        """Remove a file, or cut it off after the last item that is needed."""
+        with self._shrinking:
+            num_live = file.num_live
+            if not num_live:
+                self.remove(file)
+            elif num_live < len(file.is_live):
+                try:
+                    cut_off(self.descriptor, file.name, file.offsets[num_live])
+                except OSError as error:
+                    LOGGER.warning("cannot shorten %s in the disk cache: %s", file.name, cause_of(error))
+
+    def remove(self, file: StoredFile) -> None:
+        """Remove a file, if it is there."""
+        with suppress(FileNotFoundError):
+            self._remove(file.name)
 
     # What is there
 
@@ -206,12 +249,12 @@ class DiskDirectory:
         Args:
             progress: called with 1 for each file.
         """
-        addresses, blocks, snapshots = dict[int, Located](), list[KeptBlocks](), list[KeptSnapshot]()
+        addresses, found = dict[int, Located](), list[KeptBlocks | KeptSnapshot]()
         reasons, unread, numbers, now_s = Counter[str](), Counter[str](), count(1), time.time()
         for name in filter(NAME.fullmatch, sorted(os.listdir(self.descriptor))):
             progress(1)
             try:
-                stored, idle_s = self._read(name, now_s)
+                header, idle_s = self._read_header(name, now_s)
             except DamagedFileError as error:
                 reasons[cause_of(error)] += 1
                 self._remove(name)
@@ -219,34 +262,32 @@ class DiskDirectory:
             except OSError as error:
                 unread[cause_of(error)] += 1
                 continue
+            stored = StoredFile(name, len(header.sizes), header)
             located = {next(numbers): Located(stored, index) for index in range(len(stored.is_live))}
             addresses |= located
-            kept = _kept(stored.header, tuple(located), idle_s)
-            if isinstance(kept, KeptBlocks):
-                blocks.append(kept)
-            else:
-                snapshots.append(kept)
+            found.append(kept_of(header, tuple(located), idle_s))
         for reason, number in reasons.items():
             LOGGER.warning("removed %s of the disk cache %s: %s", _files(number), self.path, reason)
         for reason, number in unread.items():
             text = "%s of the disk cache %s could not be read and %s not used before the next start: %s"
             LOGGER.warning(text, _files(number), self.path, "is" if number == 1 else "are", reason)
-        return Found(Kept(tuple(blocks), tuple(snapshots)), addresses)
+        return Found(joined(found), addresses)
 
     def remove_ranks_from(self, num_ranks: int) -> None:
         """Remove what ranks of this number and higher have left, as they count towards the size. For the first rank."""
         numbers = [int(match[1]) for match in map(RANK.fullmatch, os.listdir(self.descriptor)) if match]
         for rank in sorted(number for number in numbers if number >= num_ranks):
             try:
-                other = DiskDirectory(self.path, self._layout, self._block_bytes, self._snapshot_sizes, rank)
+                contents = self._contents
+                other = DiskDirectory(self.path, contents.layout, contents.block_bytes, contents.snapshot_sizes, rank)
             except ConfigError as error:
                 LOGGER.warning("files of rank %d in the disk cache %s are left: %s", rank, self.path, error)
             else:
                 other.scan()
                 other.close()
 
-    def _read(self, name: str, now_s: float) -> tuple[StoredFile, float]:
-        """Read a file's header; return the file, and for how many seconds it has not been used.
+    def _read_header(self, name: str, now_s: float) -> tuple[Header, float]:
+        """Read a file's header; return it, and for how many seconds the file has not been used.
 
         Raises:
             DamagedFileError: the file cannot be used; the message is the reason.
@@ -256,28 +297,9 @@ class DiskDirectory:
             raise DamagedFileError("a process ended while it wrote them")
         file = open_for_reading(self.descriptor, name)
         try:
-            header = read_header(file)
-            description = header.description
-            if description["layout"] != self._layout:
-                what = differences(self._layout, description["layout"])
-                raise DamagedFileError(f"they are another model's, or were computed in another way ({what})")
-            if description["key"] != self._key_id:
-                raise DamagedFileError("the key that they were written with is gone")
-            num_items = num_whole_items(file, header)
-            if description["kind"] == BLOCKS:
-                header = header._replace(
-                    tokens=header.tokens[: num_items * BLOCK_KEY_BYTES],
-                    sizes=header.sizes[:num_items],
-                    checksums=header.checksums[:num_items],
-                )
-                is_whole = num_items > 0 and header.sizes == (self._block_bytes,) * num_items
-            else:
-                tail_sizes = (self._block_bytes,) * (len(header.tokens) > 0)
-                is_whole = any(header.sizes == (size, *tail_sizes) for size in self._snapshot_sizes)
-                is_whole &= num_items == len(header.sizes) and len(header.tokens) < BLOCK_KEY_BYTES
-            if not is_whole:
-                raise DamagedFileError("they are torn")
-            return StoredFile(name, header), max(now_s - os.fstat(file).st_mtime, 0.0)
+            header, status = read_header(file), os.fstat(file)
+            self._contents.require_same(header)
+            return self._contents.whole_part(header, status.st_size), max(now_s - status.st_mtime, 0.0)
         finally:
             os.close(file)
 
@@ -288,15 +310,11 @@ class DiskDirectory:
             LOGGER.warning("cannot remove %s from the disk cache %s: %s", name, self.path, cause_of(error))
 
 
-def _kept(header: Header, addresses: tuple[int, ...], idle_s: float) -> KeptBlocks | KeptSnapshot:
-    """Return what a file holds, as data."""
-    about = header.description
-    before, past_bin, is_shared = bytes.fromhex(about["before"]), about["interarrival_bin"], about["is_shared"]
-    if about["kind"] == BLOCKS:
-        return KeptBlocks(about["tree"], before, header.tokens, addresses, past_bin, idle_s, is_shared)
-    address, tail_address = (*addresses, 0)[:2]
-    kind = SnapshotKind(about["snapshot"])
-    return KeptSnapshot(about["tree"], before, header.tokens, address, tail_address, kind, past_bin, idle_s, is_shared)
+def _header_of(file: StoredFile) -> Header:
+    """Return the header of a file of a directory, which is always known."""
+    if file.header is None:
+        raise DamagedFileError(f"{file.name} has no header")
+    return file.header
 
 
 def _files(number: int) -> str:

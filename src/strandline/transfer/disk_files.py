@@ -1,4 +1,4 @@
-"""The files of a disk cache: a header that describes the contents and the model, and the bytes, with checksums.
+"""Files of persistent tiers: a header that describes the contents and the model, and the bytes, with checksums.
 
 A file holds consecutive whole blocks of a path, or one snapshot with the block that it lies inside: its *items*. It is
 written under another name and renamed when it is whole. A file of blocks is cut off at its end when its last blocks are
@@ -10,7 +10,7 @@ Layout: ``PREFIX``; the description as JSON; the tokens; size and checksum of ea
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from struct import Struct
@@ -84,6 +84,20 @@ def read_header(file: int) -> Header:
         OSError: it cannot be read now.
     """
     data = os.pread(file, FIRST_READ_BYTES, 0)
+    file_bytes = os.fstat(file).st_size
+    return decode_header(data, file_bytes, lambda num_bytes: os.pread(file, num_bytes, len(data)))
+
+
+def decode_header(data: bytes, file_bytes: int, read_more: Callable[[int], bytes]) -> Header:
+    """Decode the header of a file.
+
+    Args:
+        data: the file's first bytes, up to ``FIRST_READ_BYTES``.
+        read_more: called with the number of bytes that are needed after these.
+
+    Raises:
+        DamagedFileError: there is none, or it is damaged or of another format.
+    """
     try:
         magic, version, num_description, num_tokens, num_items, expected = PREFIX.unpack_from(data)
     except StructError:
@@ -93,10 +107,10 @@ def read_header(file: int) -> Header:
     if version != FORMAT:
         raise DamagedFileError(f"it has format {version}, this version writes {FORMAT}")
     end = PREFIX.size + num_description + num_tokens + ITEM.size * num_items
-    if end > os.fstat(file).st_size:
+    if end > file_bytes:
         raise DamagedFileError("its header is torn or damaged")
     if end > len(data):
-        data += os.pread(file, end - len(data), len(data))
+        data += read_more(end - len(data))
     rest = data[PREFIX.size : end]
     if len(data) < end or checksum(rest) != expected:
         raise DamagedFileError("the checksum of its header is wrong")
@@ -109,12 +123,6 @@ def read_header(file: int) -> Header:
     tokens = rest[num_description : num_description + num_tokens]
     sizes, checksums = tuple(size for size, _ in items), tuple(number for _, number in items)
     return Header(description, tokens, sizes, checksums, _aligned(end))
-
-
-def num_whole_items(file: int, header: Header) -> int:
-    """Return how many items a file holds: the last ones may have been cut off."""
-    size = os.fstat(file).st_size
-    return sum(end <= size for end in header.offsets()[1:])
 
 
 def write_file(directory: int, name: str, header: Header, items: Iterable[Iterable[Buffer]]) -> Header:

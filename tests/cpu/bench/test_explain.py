@@ -278,15 +278,15 @@ def test_text_tells_what_rests_below_the_device() -> None:
     *_, last = lines({**ANSWER, "now": now}, "it")
     assert last == (
         "sent again now, it would hit 500 of 2,000 tokens; "
-        "1,400 more are in host memory or on disk, and loaded where that is faster"
+        "1,400 more are in a tier below the device, and loaded where that is faster"
     )
 
 
 def test_prompt_that_rests_is_not_said_to_be_computed() -> None:
     account = {**ANSWER["account"], "hit": 0, "misses": [{"reason": "demoted", "start": 0, "end": 1900}]}
     first, second, *_ = lines({**ANSWER, "request_id": None, "account": account, "now": None}, "the prompt")
-    assert first == "the prompt: 2,000 prompt tokens, 0 hit (0.0%), 1,900 in host memory or on disk, 100 to compute"
-    assert second == "  [0, 1,900)  demoted  the tokens are in host memory or on disk"
+    assert first == "the prompt: 2,000 prompt tokens, 0 hit (0.0%), 1,900 in a tier below the device, 100 to compute"
+    assert second == "  [0, 1,900)  demoted  the tokens are in a tier below the device"
     first, second, *_ = lines({**ANSWER, "account": account}, "request 1")
     assert first.endswith("0 hit (0.0%), 2,000 to compute"), "a request that has started computes them"
     assert second.endswith("computing them is faster, or no device memory was free")

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from strandline.config import BUFFER_SLABS, BUFFER_SNAPSHOTS, buffer_blocks
 from strandline.device.stores.host_store import HostStore, PinnedStore
 from strandline.device.stores.snapshot_encoding import slot_encoding
 from strandline.device.stores.transfers import Transfers
@@ -16,6 +15,7 @@ from strandline.ids import BlockId, Lifetime, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.actions import LoadIn, SnapshotCopy, StoreOut
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
+from strandline.tier_sizes import BUFFER_SLABS, BUFFER_SNAPSHOTS, buffer_blocks
 
 ATTENTION = kv_spec(2, 16, "float32")
 RECURRENT = LayerSpec(states=(TensorSpec("state", (4, 8, 24), "float32", is_recurrent=True),))

@@ -13,11 +13,11 @@ from strandline import LLM
 from strandline.cache.evict_all import evict_all
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.lower_memory import LowerStats
-from strandline.config import buffer_blocks
 from strandline.device.stores import lower_stores
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Reason
 from strandline.specs import SNAPSHOT_DTYPES
+from strandline.tier_sizes import buffer_blocks
 from strandline.transfer import disk_files
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers

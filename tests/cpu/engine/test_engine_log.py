@@ -12,7 +12,7 @@ from strandline.config import EngineConfig
 from strandline.engine.processes.engine_log import name_engine_in_log
 
 name_engine_in_log(EngineConfig(model="demo", data_parallel_size={size}, data_parallel_rank={rank}))
-logging.getLogger("strandline.device.stores.disk_store").warning("a checksum is wrong")
+logging.getLogger("strandline.device.stores.file_store").warning("a checksum is wrong")
 """
 
 

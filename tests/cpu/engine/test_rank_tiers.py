@@ -22,6 +22,7 @@ from tests.cpu.engine.test_disk_cache import serve as serve_and_settle
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats, tier_stats
 from tests.cpu.engine.test_ranks import MakeLLM, making
+from tests.cpu.transfer.object_server import delete_objects
 
 pytestmark = pytest.mark.usefixtures("loads_pay")
 
@@ -156,6 +157,25 @@ def test_evicted_prompts_come_back_from_files_of_all_ranks(
     assert sum(hit > 0 for hit in hits) >= len(PROMPTS) - 2, hits
     assert disk_of(second).num_loads >= len(PROMPTS) - 2
     close(second)
+
+
+def test_evicted_prompts_come_back_from_objects_of_all_ranks(
+    make_threaded: MakeLLM,
+    expected: list[list[int]],
+    store_url: str,
+) -> None:
+    memory = slabs(make_threaded(), 16)
+    first = make_threaded(memory=memory, object_store=store_url)
+    assert serve_and_settle(first) == (expected, [0] * len(PROMPTS))
+    second = make_threaded(memory=memory, object_store=store_url)
+    assert disk_of(second).num_snapshots > 0
+    assert serve_and_settle(second)[0] == expected
+    assert (disk_of(second).num_loads > 0, disk_of(second).num_failed_loads) == (True, 0)
+    llms = first, second
+    assert delete_objects(store_url, keeps=1) > 0
+    assert [serve_and_settle(llm)[0] for llm in llms] == [expected] * 2
+    for llm in llms:
+        close(llm)
 
 
 def test_what_one_rank_cannot_store_rests_on_none(

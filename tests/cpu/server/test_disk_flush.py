@@ -78,6 +78,6 @@ def test_the_log_says_what_became_of_a_flush(
 ) -> None:
     caplog.set_level(logging.INFO)
     before = signal.getsignal(signal.SIGTERM)
-    asyncio.run(launch._flush(FakeClient(answer)))
+    asyncio.run(launch._flush(FakeClient(answer), "disk cache"))
     signal.signal(signal.SIGTERM, before)
     assert caplog.messages[-1] == line

@@ -24,11 +24,12 @@ FLAGS = [
     "--mamba-cache-mode", "--max-body-bytes", "--max-concurrent-requests", "--max-image-tokens", "--max-lora-rank",
     "--max-loras", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--max-queue",
     "--max-requests-per-minute", "--max-tokens-per-minute", "--memory", "--merge-lora", "--no-async-scheduling",
-    "--no-enable-prefix-caching", "--otlp-traces-endpoint", "--parse-special-tokens", "--port", "--reasoning-config",
-    "--reasoning-field", "--reasoning-parser", "--remembered-answers", "--request-timeout-s", "--response-store",
-    "--restart", "--salt-per-key", "--scheduling-policy", "--seed", "--served-model-name", "--snapshot-dtype",
-    "--speculative-config", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile",
-    "--stream-interval", "--stream-ping-interval-s", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser",
+    "--no-enable-prefix-caching", "--object-store", "--object-store-size", "--otlp-traces-endpoint",
+    "--parse-special-tokens", "--port", "--reasoning-config", "--reasoning-field", "--reasoning-parser",
+    "--remembered-answers", "--request-timeout-s", "--response-store", "--restart", "--salt-per-key",
+    "--scheduling-policy", "--seed", "--served-model-name", "--snapshot-dtype", "--speculative-config",
+    "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile", "--stream-interval",
+    "--stream-ping-interval-s", "--tensor-parallel-size", "--tokenizer", "--tool-call-parser",
     "--weight-transfer-config", "-dp", "-tp",
 ]  # fmt: skip
 

@@ -346,8 +346,10 @@ def _tier_offer(cache: PrefixCache, tokens: TokenBuffer, salt: str) -> Offer | N
 
 def _more_memory(cache: PrefixCache) -> str:
     """Return which flags raise what is cached."""
-    if any(tier.is_persistent for tier in _tiers(cache)):
-        return "raise --memory, --host-memory or --disk-cache-size"
+    persistent = [tier.store for tier in _tiers(cache) if tier.is_persistent]
+    if persistent:
+        size = "--object-store-size" if "objects" in persistent else "--disk-cache-size"
+        return f"raise --memory, --host-memory or {size}"
     return "raise --memory or --host-memory" if _tiers(cache) else "raise --memory, or add --host-memory"
 
 

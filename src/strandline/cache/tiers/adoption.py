@@ -1,11 +1,12 @@
-"""Adoption: the moves to an empty tier of what its files hold from an earlier process, which are done at once.
+"""Adoption: the moves to a tier of what files hold that other processes have written, which are done at once.
 
-Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs. Uses are dated back by how long
-the files have not been used.
+At start these are the files of an earlier process. In a store that engines share, further ones are found while the
+engine runs. Blocks may be found before those that they follow, and snapshots before their blocks: both wait.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from strandline.cache.policy.reuse import TICKS_PER_S
@@ -22,20 +23,24 @@ from strandline.records.path_hashes import block_hashes, root_hash
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
-class _Block(NamedTuple):
-    """A block that a store holds."""
+class FoundPath(NamedTuple):
+    """A snapshot in files or, without snapshots, the end of a path, with all whole blocks before it."""
 
-    before: bytes
-    """The hash of the path before it."""
-    tokens: bytes
-    """Encoded."""
-    address: int
+    path: StoredPath
+    idle_s: float
+    """Seconds since its last use, when it was found."""
 
 
-Known = dict[tuple[str, bytes], _Block]
-"""By tree, and the hash of the path that ends with the block."""
-Entry = tuple[StoredPath, Use]
-"""A snapshot with all whole blocks before it, and its last use."""
+class _Group(NamedTuple):
+    """Blocks of one file."""
+
+    kept: KeptBlocks
+    hashes: list[bytes]
+    """Hashes of the paths that end with each block."""
+
+    def up_to(self, index: int) -> bytes:
+        """Return the tokens of the blocks up to one."""
+        return self.kept.tokens[: (index + 1) * BLOCK_KEY_BYTES]
 
 
 def last_address(kept: Kept) -> int:
@@ -44,19 +49,27 @@ def last_address(kept: Kept) -> int:
 
 
 def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
-    """Enter what a store holds into its empty tier; evict what is worth least if that is too much."""
-    known = _known_blocks(kept)
-    entries = list(_snapshots(kept, known, reuse) if tier.has_snapshots else _ends(kept, known, reuse))
-    sizes = dict.fromkeys(_addresses(kept), 1)
-    sizes |= {path.address: tier.snapshot_blocks(path.position) for path, _ in entries}
-    sizes.pop(NO_ADDRESS, None)
-    tier.num_used = sum(sizes.values())
-    for path, use in sorted(entries, key=lambda entry: entry[0].position):
+    """Enter what a store holds into its empty tier; evict what is worth least if that is too much.
+
+    Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs.
+    """
+    used = adopt_paths(tier, KnownPaths(has_snapshots=tier.has_snapshots).add(kept), reuse)
+    unused = set(_addresses(kept)) - used
+    tier.free(dict.fromkeys(unused, 0))
+
+
+def adopt_paths(tier: LowerTier, found: Iterable[FoundPath], reuse: UseHistory) -> set[int]:
+    """Enter paths into a tier that it does not have; return the addresses that it uses of them.
+
+    Uses are dated back by how long the files have not been used.
+    """
+    used = set[int]()
+    for path, idle_s in sorted(found, key=lambda each: each.path.position):
         if tier.copy_of(path.tree, path.data, path.position) is None:
-            for address in _enter(tier, path, use).sizes:
-                del sizes[address]
-    tier.free(sizes)
+            use = Use(reuse.now - int(idle_s * TICKS_PER_S), path.interarrival_bin)
+            used.update(_enter(tier, path, use).sizes)
     tier.make_room(0, ANY_WORTH)
+    return used
 
 
 def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
@@ -69,6 +82,7 @@ def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
     first = 0 if end is None else tier.column.last_on_path(end).depth
     blocks = StoredBlocks(first, tuple(path.addresses.values())[first:])
     target = TierTarget(tier, copy, replace(path, blocks=blocks))
+    tier.num_used += sum(target.sizes.values())
     target.arrive()
     return target
 
@@ -79,53 +93,66 @@ def _addresses(kept: Kept) -> list[int]:
     return [address for addresses in (*(x.addresses for x in kept.blocks), *of_snapshots) for address in addresses]
 
 
-def _known_blocks(kept: Kept) -> Known:
-    """Return all blocks."""
-    known: Known = {}
-    for blocks in kept.blocks:
-        before = blocks.before
-        for index, (path_hash, address) in enumerate(
-            zip(block_hashes(before, blocks.tokens), blocks.addresses, strict=True)
-        ):
-            tokens = blocks.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]
-            known.setdefault((blocks.tree, path_hash), _Block(before, tokens, address))
-            before = path_hash
-    return known
+class KnownPaths:
+    """What files hold, by hashes, and what waits for blocks that have not been found.
 
+    Args:
+        has_snapshots: whether prompts resume at snapshots alone.
+    """
 
-def _whole_path(known: Known, tree: str, path_hash: bytes) -> tuple[bytes, StoredBlocks] | None:
-    """Return the path with a hash, encoded, and its blocks, or None if not all of them are known."""
-    root, blocks = root_hash(tree), list[_Block]()
-    while path_hash != root:
-        block = known.get((tree, path_hash))
-        if block is None:
+    def __init__(self, *, has_snapshots: bool) -> None:
+        self._has_snapshots = has_snapshots
+        self._block_at: dict[tuple[str, bytes], tuple[_Group, int]] = {}
+        """By tree, and the hash of the path that ends with the block: the blocks of its file, and its index there."""
+        self._waiting: list[KeptSnapshot | _Group] = []
+
+    def add(self, kept: Kept) -> list[FoundPath]:
+        """Take in what files hold; return the paths that are whole now and were not before."""
+        for blocks in kept.blocks:
+            group = _Group(blocks, block_hashes(blocks.before, blocks.tokens))
+            for index, path_hash in enumerate(group.hashes):
+                self._block_at[blocks.tree, path_hash] = group, index
+            if not self._has_snapshots:
+                self._waiting.append(group)
+        if self._has_snapshots:
+            self._waiting += kept.snapshots
+        found, waiting = list[FoundPath](), list[KeptSnapshot | _Group]()
+        for each in self._waiting:
+            path = self._path_of(each)
+            if path is not None:
+                found.append(path)
+            else:
+                waiting.append(each)
+        self._waiting = waiting
+        return found
+
+    def _path_of(self, end: "KeptSnapshot | _Group") -> FoundPath | None:
+        """Return the path of a snapshot or, without snapshots, of blocks; None: not all of it has been found."""
+        kept: KeptBlocks | KeptSnapshot
+        if isinstance(end, _Group):
+            kept, before = end.kept, end.hashes[-1]
+            key, addresses, kind = b"", (NO_ADDRESS, NO_ADDRESS), SnapshotKind.GENERATION_END
+        else:
+            kept, before = end, end.before
+            key, addresses, kind = end.key, (end.address, end.tail_address), end.kind
+            if bool(end.tail_address) != bool(end.key):
+                return None
+        found = self._whole_path(kept.tree, before)
+        if found is None:
             return None
-        blocks.append(block)
-        path_hash = block.before
-    data = b"".join([block.tokens for block in blocks[::-1]])
-    return data, StoredBlocks(0, tuple(block.address for block in blocks[::-1]))
+        data, blocks = found
+        path = StoredPath(kept.tree, data + key, blocks, *addresses, kind, kept.interarrival_bin, kept.is_shared)
+        return FoundPath(path, kept.idle_s)
 
-
-def _snapshots(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
-    """Yield the snapshots that have all blocks that they need."""
-    for each in kept.snapshots:
-        found = _whole_path(known, each.tree, each.before)
-        if found is not None and bool(each.tail_address) == bool(each.key):
-            data, blocks = found
-            addresses, kind, past_bin = (each.address, each.tail_address), each.kind, each.interarrival_bin
-            path = StoredPath(each.tree, data + each.key, blocks, *addresses, kind, past_bin, each.is_shared)
-            yield path, _use(each, reuse)
-
-
-def _ends(kept: Kept, known: Known, reuse: UseHistory) -> Iterator[Entry]:
-    """Yield an end for each group of blocks that were stored together, where prompts resume without snapshots."""
-    kind, no_addresses = SnapshotKind.GENERATION_END, (NO_ADDRESS, NO_ADDRESS)
-    for each in kept.blocks:
-        found = _whole_path(known, each.tree, [each.before, *block_hashes(each.before, each.tokens)][-1])
-        if found is not None:
-            path = StoredPath(each.tree, *found, *no_addresses, kind, each.interarrival_bin, each.is_shared)
-            yield path, _use(each, reuse)
-
-
-def _use(entry: KeptBlocks | KeptSnapshot, reuse: UseHistory) -> Use:
-    return Use(reuse.now - int(entry.idle_s * TICKS_PER_S), entry.interarrival_bin)
+    def _whole_path(self, tree: str, path_hash: bytes) -> tuple[bytes, StoredBlocks] | None:
+        """Return the path with a hash, encoded, and its blocks; None: not all of them have been found."""
+        root, parts, addresses = root_hash(tree), list[bytes](), list[tuple[int, ...]]()
+        while path_hash != root:
+            found = self._block_at.get((tree, path_hash))
+            if found is None:
+                return None
+            group, index = found
+            parts.append(group.up_to(index))
+            addresses.append(group.kept.addresses[: index + 1])
+            path_hash = group.kept.before
+        return b"".join(parts[::-1]), StoredBlocks(0, tuple(chain.from_iterable(addresses[::-1])))

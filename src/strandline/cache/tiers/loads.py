@@ -17,7 +17,7 @@ from strandline.cache.holds import Holds
 from strandline.cache.lease import Lead, Lease
 from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import NO_MATCH, Match
-from strandline.cache.tiers.adoption import adopt, last_address
+from strandline.cache.tiers.adoption import FoundPath, adopt, adopt_paths, last_address
 from strandline.cache.tiers.demotion import Demotion
 from strandline.cache.tiers.device_target import DeviceTarget, num_slabs_for
 from strandline.cache.tiers.flush import Flush
@@ -33,7 +33,7 @@ from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
-from strandline.records.actions import CancelTransfer, Completion, LoadIn, SnapshotCopy
+from strandline.records.actions import CancelTransfer, Completion, EnterFiles, FoundFile, LoadIn, SnapshotCopy
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
 
@@ -135,6 +135,17 @@ class Loads:
             return None
         tree = self.tiers[0].tree
         return tree.walk(tree.name(salt), data, len(data) // BLOCK_KEY_BYTES)
+
+    def adopt(self, store: str, files: tuple[FoundFile, ...], paths: Sequence[FoundPath]) -> None:
+        """Enter what other engines have stored in a store that they share.
+
+        Args:
+            files: new ones.
+            paths: those that are whole with these files, and that the tier may have.
+        """
+        if files:
+            self.moves.issue(EnterFiles(store, files))
+        adopt_paths(self._tier_of[store], paths, self._parts.reuse)
 
     def stats(self) -> tuple[LowerStats, ...]:
         """Return the figures of the tiers, nearest first."""
@@ -246,7 +257,7 @@ class Loads:
         num_actions = len(memory.actions)
         snapshots = target.take_snapshots(missing)
         for some in _pieces(list(addresses.values()), self._piece_blocks(source)):
-            self._begin_piece(load, offer.store, some, snapshots)
+            self._begin_piece(load, offer, some, snapshots)
             snapshots = ()
         if isinstance(source, ExchangedCopy):
             source.leave()
@@ -270,14 +281,14 @@ class Loads:
         return max(PIECE_SLABS * self._memory.allocator.blocks_per_slab, MIN_PIECE_BLOCKS)
 
     def _begin_piece(
-        self, load: Move[DeviceTarget], store: str, addresses: Sequence[int], snapshots: tuple[SnapshotCopy, ...]
+        self, load: Move[DeviceTarget], offer: Offer, addresses: Sequence[int], snapshots: tuple[SnapshotCopy, ...]
     ) -> None:
         """Allocate blocks for these addresses, and begin to load them and snapshots."""
         lease, blocks = load.target.lease, load.target.take_blocks(addresses)
         transfer = self.moves.next_transfer()
         lease.transfer = lease.transfer or transfer
         self.moves.begin(load, transfer)
-        self.moves.issue(LoadIn(transfer, store, blocks, snapshots))
+        self.moves.issue(LoadIn(transfer, offer.store, blocks, snapshots, offer.limit_s))
         if isinstance(load.source, ExchangedCopy):
             load.source.free([*addresses, *(each.address for each in snapshots)])
 

@@ -316,7 +316,9 @@ class LowerTier:
             offered = (OfferedSnapshot(position, copy.address, copy.kind),)
             if copy.tail_address:
                 addresses.append(copy.tail_address)
-        return Offer(self.store, position, first, tuple(addresses), offered)
+        # The first tier drops what it gives, so its loads are not given up.
+        limit_s = self.costs.limit_s(position - match.position) if self.is_persistent else float("inf")
+        return Offer(self.store, position, first, tuple(addresses), offered, limit_s)
 
     def gain_s(self, offer: Offer, match: Match) -> float:
         """Return how much sooner loading an offer ends than computing; infinity before that is known."""
@@ -365,6 +367,8 @@ class LowerTier:
             self.costs.observe_load(num_bytes, completion.seconds)
         else:
             self.num_failed_loads += 1
+            if not completion.lost:
+                self.costs.observe_failure(completion.seconds)
 
     # Reading
 

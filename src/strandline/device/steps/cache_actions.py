@@ -22,6 +22,7 @@ from strandline.records.actions import (
     DropBlocks,
     DropSlot,
     DropStored,
+    EnterFiles,
     FoldLog,
     LoadIn,
     MoveBlock,
@@ -56,12 +57,21 @@ class CacheActions:
         self._fold(folds)
 
     def _apply(
-        self, action: CopyTokens | MoveBlock | DropBlocks | DropSlot | LoadIn | StoreOut | DropStored | CancelTransfer
+        self,
+        action: CopyTokens
+        | MoveBlock
+        | DropBlocks
+        | DropSlot
+        | LoadIn
+        | StoreOut
+        | DropStored
+        | EnterFiles
+        | CancelTransfer,
     ) -> None:
         match action:
             case StoreOut() if self._poison and action.is_held:
                 self._transfers.begin(replace(action, is_held=False))  # what is freed is poisoned at once
-            case LoadIn() | StoreOut() | DropStored() | CancelTransfer():
+            case LoadIn() | StoreOut() | DropStored() | EnterFiles() | CancelTransfer():
                 self._transfers.begin(action)
             case CopyTokens(src, dst, num_tokens, lifetime):
                 self._arena.copy_block(src, dst, num_tokens, lifetime)

@@ -7,12 +7,12 @@ addresses. Transfers begin in the order of the cache's actions and end in any or
 from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from strandline.errors import EngineError
 from strandline.ids import TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import CancelTransfer, Completion, DropStored, LoadIn, StoreOut
+from strandline.records.actions import CancelTransfer, Completion, DropStored, EnterFiles, FoundFile, LoadIn, StoreOut
 
 
 class Store(Protocol):
@@ -48,6 +48,14 @@ class Store(Protocol):
 
     def close(self) -> None:
         """End all transfers; no more completions are reported."""
+
+
+@runtime_checkable
+class SharedStore(Protocol):
+    """A store in whose files other engines store, too."""
+
+    def enter(self, files: Iterable[FoundFile]) -> None:
+        """Take in files that others have written, whose items can be loaded from now on."""
 
 
 Completions = SimpleQueue[Completion]
@@ -86,11 +94,11 @@ class Transfers:
         """Carry out transfers that name this store with it."""
         self._stores[name] = store
 
-    def begin(self, action: LoadIn | StoreOut | DropStored | CancelTransfer) -> None:
-        """Begin or cancel a transfer, or free addresses of a store.
+    def begin(self, action: LoadIn | StoreOut | DropStored | EnterFiles | CancelTransfer) -> None:
+        """Begin or cancel a transfer, or free or enter addresses of a store.
 
         Raises:
-            EngineError: no store of that name is attached.
+            EngineError: no store of that name is attached, or files are to be entered that it does not share.
         """
         match action:
             case CancelTransfer(transfer):
@@ -104,6 +112,11 @@ class Transfers:
                 self._find(store).store(action, self._arena)
             case DropStored(store, addresses):
                 self._find(store).drop(addresses)
+            case EnterFiles(store, files):
+                shared = self._find(store)
+                if not isinstance(shared, SharedStore):
+                    raise EngineError(f"the store {store!r} shares no files")
+                shared.enter(files)
 
     def _find(self, name: str) -> Store:
         store = self._stores.get(name)

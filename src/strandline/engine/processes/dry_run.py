@@ -75,6 +75,7 @@ def run_start(config: EngineConfig) -> None:
         reasoning_config=None,
         host_memory=None,
         disk_cache=None,
+        object_store=None,
         kv_events_config=None,
         kv_transfer_config=None,
         distributed_executor_backend="uni",

@@ -8,9 +8,9 @@ from strandline.models.storage.weights_files import fingerprint
 from strandline.text.model_files import find_drafter, find_model
 
 
-def disk_cache_weights(config: EngineConfig) -> str:
-    """Return the digest that a disk cache compares; "" if there is none. As ``weights_digest``."""
-    return "" if config.disk_cache is None else weights_digest(config)
+def weights_of_files(config: EngineConfig) -> str:
+    """Return the digest that files of a tier are compared by; "" if there are none. As ``weights_digest``."""
+    return weights_digest(config) if config.file_tier else ""
 
 
 def weights_digest(config: EngineConfig) -> str:

@@ -33,4 +33,5 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
 def _shared(facts: ExecutorFacts) -> ExecutorFacts:
     """Return facts without what each rank has for itself."""
     disk = facts.lower.disk and DiskFacts("", facts.lower.disk.num_blocks, b"", [], 0.0)
-    return replace(facts, start_s={}, lower=replace(facts.lower, disk=disk))
+    objects = facts.lower.objects and replace(facts.lower.objects, layout={})
+    return replace(facts, start_s={}, lower=replace(facts.lower, disk=disk, objects=objects))

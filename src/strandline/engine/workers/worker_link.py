@@ -39,7 +39,7 @@ class Start(NamedTuple):
     place: RankPlace | None
     """None: the worker is the only rank."""
     weights: str = ""
-    """A digest of all weights, where a disk cache needs it: a rank reads only its part of them."""
+    """A digest of all weights, where files of a tier need it: a rank reads only its part of them."""
 
 
 class Call(NamedTuple):

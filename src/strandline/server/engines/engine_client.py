@@ -422,9 +422,9 @@ class EngineClient:
         return max(found, key=lambda each: _hit_tokens(each[1]))
 
     async def flush(self) -> FlushReport | None:
-        """Have all engines that run write entries that are only in memory to the disk cache, and return the sum.
+        """Have all engines that run write entries that are only in memory to files, and return the sum.
 
-        They accept no more requests. None: there is no disk cache.
+        They accept no more requests. None: no files outlive the process.
 
         Raises:
             EngineError: an engine has not answered; the others have.

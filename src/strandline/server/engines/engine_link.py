@@ -229,7 +229,7 @@ class EngineLink:
         return result
 
     async def flush(self) -> FlushReport | None:
-        """Have the engine write entries that are only in memory to the disk cache; it accepts no more requests.
+        """Have the engine write entries that are only in memory to files; it accepts no more requests.
 
         Raises as ``ask_stats``.
         """

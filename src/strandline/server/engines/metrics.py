@@ -308,12 +308,17 @@ class _EngineFamilies:
         yield self._gauge("kv_cache_usage_perc", "Share of memory used by running requests, 0 to 1.", {"": share})
 
     def _tiers(self, stats: CoreStats) -> Iterator[Metric]:
-        """Yield metrics of host memory and the disk cache; without samples if they are not configured."""
+        """Yield metrics of the tiers below the device; without samples if they are not configured."""
         tiers = stats.tiers
-        for name, text in (("host", "Host memory for evicted entries."), ("disk", "Disk cache, content alone.")):
+        gauges = {
+            "host": ("host_memory_bytes", "Host memory for evicted entries."),
+            "disk": ("disk_cache_bytes", "Disk cache, content alone."),
+            "objects": ("object_store_bytes", "Entries of the object store in the engine's index, content alone."),
+        }
+        for name, (gauge, text) in gauges.items():
             sizes = [(tier.num_used_bytes, tier.num_bytes - tier.num_used_bytes) for tier in tiers if tier.name == name]
             used = dict(zip(("used", "free"), sizes[0], strict=True)) if sizes else {}
-            yield self._gauge("host_memory_bytes" if name == "host" else "disk_cache_bytes", text, used, "state")
+            yield self._gauge(gauge, text, used, "state")
         totals = {
             "snapshots_demoted": ("Snapshots evicted to a tier.", "num_snapshots_demoted"),
             "blocks_demoted": ("Blocks evicted to a tier.", "num_blocks_demoted"),

@@ -7,11 +7,12 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
 from strandline.cache.tiers import LoadCosts, loads
-from strandline.cache.tiers.load_costs import PREFILLS_PER_LOSS
+from strandline.cache.tiers.load_costs import FIRST_LIMIT_S, LEAST_LIMIT_S, PREFILLS_PER_LOSS
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.use import Use
 from strandline.ids import TransferId
 from strandline.records.account import Miss, Reason
+from strandline.records.actions import LoadIn
 from strandline.records.tokens import TokenBuffer
 from strandline.specs import SnapshotSize
 from tests.cpu.cache.driver import Driver
@@ -340,6 +341,45 @@ def test_slow_stores_are_seldom_tried() -> None:
             num_loads += 1
     assert num_loads > 10
     assert lost_s <= num_prefills / PREFILLS_PER_LOSS
+
+
+def test_stores_that_fail_slowly_are_left_alone_for_a_while() -> None:
+    costs = LoadCosts()
+    costs.observe_prefill(1000, 1.0)
+    costs.observe_load(1_000_000, 0.001)
+    costs.observe_failure(2.0)
+    num_prefills = 0
+    while not costs.pays(1_000_000, 1000):
+        costs.observe_prefill(1000, 1.0)
+        num_prefills += 1
+    assert num_prefills == 2 * PREFILLS_PER_LOSS + 1
+    costs.observe_load(1_000_000, 0.001)
+    assert costs.pays(1_000_000, 1000)
+
+
+def test_loads_are_given_up_when_computing_would_have_ended() -> None:
+    costs = LoadCosts()
+    assert costs.limit_s(10_000) == FIRST_LIMIT_S
+    costs.observe_prefill(1000, 1.0)
+    costs.observe_load(1_000_000, 0.001)
+    assert costs.limit_s(10_000) == pytest.approx(10.0)
+    assert costs.limit_s(10) == LEAST_LIMIT_S
+    costs.observe_prefill(6400, 64.0)
+    assert costs.limit_s(10_000) > 10 * costs.token_s * 1000, "a new measurement may take longer"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_only_loads_from_persistent_tiers_are_given_up(index: int) -> None:
+    driver = Driver(lower_blocks=(13, 100) if index else (100,))
+    driver.serve(PROMPT)
+    evict_all(driver)
+    while driver.end_spill():
+        pass
+    offer = driver.loads.tier_offer(TokenBuffer(PROMPT))
+    assert offer is not None
+    assert offer.limit_s == (FIRST_LIMIT_S if index else float("inf"))
+    assert driver.loads.begin(TokenBuffer(PROMPT), offer) is not None
+    assert {action.limit_s for action in driver.cache.take_actions() if isinstance(action, LoadIn)} == {offer.limit_s}
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -4,10 +4,12 @@ from typing import NoReturn
 
 import pytest
 
+from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import NO_MATCH, ResumeRule
 from strandline.cache.tiers import LoadCosts
+from strandline.cache.tiers.adoption import KnownPaths
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_BEGUN, spare_blocks
 from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot
@@ -53,8 +55,8 @@ def positions(tier: LowerTier) -> list[int]:
     return sorted(snapshot.position for snapshot in tier.snapshots())
 
 
-def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> Driver:
-    """Return a driver over what the persistent tier of another one holds.
+def kept_by(driver: Driver, *, lose: int = 0) -> Kept:
+    """Return what the persistent tier of a driver holds.
 
     Args:
         lose: leave out the blocks before this one, counted from 1.
@@ -78,8 +80,12 @@ def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> D
                     snapshots.append(
                         KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
                     )
-    rule = driver.cache.internals().rule
-    kept, num_blocks = Kept(tuple(blocks), tuple(snapshots)), disk.num_blocks
+    return Kept(tuple(blocks), tuple(snapshots))
+
+
+def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> Driver:
+    """Return a driver over what the persistent tier of another one holds; ``lose`` as above."""
+    rule, kept, num_blocks = driver.cache.internals().rule, kept_by(driver, lose=lose), tiers(driver)[1].num_blocks
     new = Driver(lower_blocks=(13, num_blocks), kept=kept, rule=rule, emits_events=emits_events)
     new.device.stored |= driver.device.stored
     new.flush()
@@ -508,6 +514,55 @@ def test_a_restart_finds_what_was_stored(rule: ResumeRule) -> None:
     deepest = max(disk.snapshots(), key=lambda snapshot: snapshot.position)
     above = max((position for position in positions(disk) if position < deepest.position), default=0)
     assert deepest.saved_tokens == deepest.position - above
+
+
+OTHERS = 2**48
+"""Where the addresses of another engine's files begin."""
+
+
+def found_by_others(driver: Driver, others: Driver) -> Kept:
+    """Return what the persistent tier of another engine holds, under addresses that a driver can load."""
+    kept = kept_by(others)
+    driver.device.stored |= {OTHERS + address: stored for address, stored in others.device.stored.items()}
+    blocks = [each._replace(addresses=tuple(OTHERS + address for address in each.addresses)) for each in kept.blocks]
+    snapshots = [
+        each._replace(address=OTHERS + each.address, tail_address=OTHERS * (each.tail_address > 0) + each.tail_address)
+        for each in kept.snapshots
+    ]
+    return Kept(tuple(blocks), tuple(snapshots))
+
+
+@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
+def test_what_others_store_enters_a_tier_in_use(rule: ResumeRule) -> None:
+    driver, others = spilled(rule=rule), spilled(NEXT_TURN, pattern(3, 300), host=40, rule=rule)
+    _, disk = tiers(driver)
+    before = positions(disk)
+    kept, known = found_by_others(driver, others), KnownPaths(has_snapshots=rule.needs_slots)
+    paths = known.add(Kept(kept.blocks[::2], kept.snapshots))
+    driver.loads.adopt(disk.store, (), paths)
+    paths = known.add(Kept(kept.blocks[1::2], ()))
+    assert [known.add(Kept((), ())), paths != []] == [[], True], "each path is found once, when it is whole"
+    driver.loads.adopt(disk.store, (), paths)
+    check(driver.cache)
+    wanted = {*before, *positions(tiers(others)[1])}
+    assert set(positions(disk)) == wanted if rule.needs_slots else set(positions(disk)) > wanted
+    num_used = disk.num_used
+    driver.loads.adopt(disk.store, (), paths)
+    assert disk.num_used == num_used, "nothing enters twice"
+    for prompt, whole in ((NEXT_TURN, 600 if rule.needs_slots else 576), (pattern(3, 300), 300 // 64 * 64)):
+        assert driver.bring_back([*prompt, 1])
+        assert driver.serve([*prompt, 1]).hit >= whole
+    check(driver.cache)
+
+
+def test_what_others_store_makes_room_by_worth() -> None:
+    driver, others = spilled(disk=30), spilled(NEXT_TURN, pattern(3, 300), host=40)
+    _, disk = tiers(driver)
+    kept = found_by_others(driver, others)
+    driver.loads.adopt(disk.store, (), KnownPaths(has_snapshots=True).add(kept))
+    check(driver.cache)
+    assert disk.num_snapshots_evicted > 0
+    assert disk.num_used <= disk.num_blocks
 
 
 def test_a_restart_drops_paths_that_are_not_whole() -> None:

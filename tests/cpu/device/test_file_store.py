@@ -10,9 +10,8 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from strandline.device.stores import disk_store
 from strandline.device.stores.arena_copies import ArenaCopies
-from strandline.device.stores.disk_store import DISK_STORE, DiskStore
+from strandline.device.stores.file_store import DISK_STORE, FileStore
 from strandline.device.stores.host_store import HOST_STORE, HostStore
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
@@ -21,7 +20,7 @@ from strandline.records.account import SnapshotKind
 from strandline.records.actions import Completion, LoadIn, SnapshotCopy, StoredBlocks, StoredPath, StoreOut
 from strandline.records.tokens import encode
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
-from strandline.transfer import disk_files
+from strandline.transfer import disk_directory, disk_files
 from strandline.transfer.disk_directory import DiskDirectory
 
 SPEC = ModelSpec(
@@ -47,7 +46,7 @@ class Scene:
         self.directory = DiskDirectory(path, {"weights": "one"}, SPEC.raw_block_bytes, [SPEC.raw_slot_bytes])
         self.kept, self.addresses = self.directory.scan()
         copies = ArenaCopies(self.arena)
-        self.disk = DiskStore(self.directory, self.addresses, self.host, copies, self.transfers.completions)
+        self.disk = FileStore(DISK_STORE, self.directory, self.addresses, self.host, copies, self.transfers.completions)
         self.transfers.attach(HOST_STORE, self.host)
         self.transfers.attach(DISK_STORE, self.disk)
         self.begin(
@@ -127,7 +126,7 @@ def test_files_on_a_read_only_disk_are_loaded(scene: Scene, monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(disk_store.os, "utime", fail)
+    monkeypatch.setattr(disk_directory.os, "utime", fail)
     assert scene.load().is_done
     assert torch.equal(scene.arena.slot(SlotId(8)), scene.arena.slot(SlotId(3)))
 

@@ -1,21 +1,17 @@
-"""A disk as a store: threads that write and read the files of a directory.
+"""Files as a store: threads that write and read those of a directory or of a bucket.
 
-Loads come before stores, and one thread is reserved for them. Waiting for the device or the disk and computing a
-checksum release the GIL, so that steps continue. Failures are reported and logged; after a failed store, storing pauses
-for a while, but for one attempt before the process ends.
+Loads come before stores, and one thread is reserved for them. Waiting for the device, a disk or a server and computing
+a checksum release the GIL, so that steps continue. Failures are reported and logged; after a failed store, storing
+pauses for a while, but for one attempt before the process ends. A load ends at the latest when computing would have
+ended.
 """
 
 import logging
-import os
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from errno import EIO
 from functools import partial
-from threading import Condition, Lock, Thread
+from threading import Condition, Thread
 from typing import Final, NamedTuple, Protocol
-
-import numpy as np
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.stores.arena_copies import ArenaCopies, Entries, Fence
@@ -24,21 +20,82 @@ from strandline.device.stores.transfers import Completions
 from strandline.errors import EngineError, cause_of
 from strandline.ids import BlockId, TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import Completion, LoadIn, SnapshotCopy, StoredBlocks, StoredPath, StoreOut
-from strandline.transfer.disk_directory import DiskDirectory, Located, StoredFile
-from strandline.transfer.disk_files import DamagedFileError, cut_off, open_for_reading, read_item, write_file
+from strandline.records.actions import (
+    Completion,
+    FoundFile,
+    LoadIn,
+    SnapshotCopy,
+    StoredBlocks,
+    StoredPath,
+    StoreOut,
+)
+from strandline.transfer.checksum import Buffer
+from strandline.transfer.stored_files import PIECE_BYTES, FilePart, Located, LostItemsError, StoredFile
 
-LOGGER: Final = logging.getLogger("strandline.disk_cache")
+LOGGER: Final = logging.getLogger("strandline.tiers")
 DISK_STORE: Final = "disk"
-"""Its name in actions."""
-NUM_THREADS: Final = 4
-PIECE_BYTES: Final = 8 * 2**20
-"""At most this many bytes of blocks are copied to the device at a time."""
+OBJECT_STORE: Final = "objects"
+"""Their names in actions."""
+MAX_STORES: Final = 3
+"""Most stores that are written at once."""
 PAUSE_S: Final = 30.0
 """Pause of all stores after one has failed."""
 NO_TRANSFER: Final = TransferId(0)
 LOG_EVERY_S: Final = 60.0
 """Minimum interval between log messages about failed loads."""
+
+
+class Files(Protocol):
+    """Where files are kept. Any thread may call.
+
+    Attributes:
+        title: what messages call it.
+        max_file_bytes: most bytes of blocks in a file.
+        num_threads: how many threads read and write at once; one more than ``MAX_STORES`` at least.
+    """
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def max_file_bytes(self) -> int: ...
+
+    @property
+    def num_threads(self) -> int: ...
+
+    def new_file(self, path: StoredPath, blocks: StoredBlocks | None, sizes: tuple[int, ...]) -> StoredFile:
+        """Return the file, not written yet, of some of a path's blocks; None: of its snapshot.
+
+        Args:
+            sizes: those of its items.
+        """
+
+    def write(self, file: StoredFile, items: Iterable[Iterable[Buffer]]) -> None:
+        """Write a new file.
+
+        Args:
+            items: the bytes of each, in pieces.
+
+        Raises:
+            OSError: it cannot be written now; nothing is left.
+        """
+
+    def read(self, parts: Sequence[FilePart], deadline_s: float) -> Iterator[memoryview]:
+        """Yield the bytes of each part, checked, one after the other.
+
+        Raises:
+            LostItemsError: items of the next part are gone or damaged.
+            OSError: they cannot be read now, or the deadline has passed.
+        """
+
+    def shrink(self, file: StoredFile) -> None:
+        """Remove what is not needed of a file, if it belongs to this process alone."""
+
+    def remove(self, file: StoredFile) -> None:
+        """Remove a file that was written and is of no use, if it belongs to this process alone."""
+
+    def close(self) -> None:
+        """Let other processes use it."""
 
 
 class Item(NamedTuple):
@@ -62,6 +119,7 @@ class _Wanted(NamedTuple):
     located: Located | None
     """None: its address is unknown."""
     address: int
+    num_bytes: int
     block: BlockId | None
     state: SnapshotCopy | None
 
@@ -74,28 +132,33 @@ class _LostError(Exception):
         self.addresses = addresses
 
 
-class DiskStore:
-    """The files of a directory, by address. All methods belong to the thread that launches steps.
+class FileStore:
+    """Blocks and snapshots in files, by address. All methods belong to the thread that launches steps.
 
     Args:
-        addresses: locations of all entries in the directory.
+        name: in actions.
+        addresses: locations of all entries that the files hold.
         source: the store above.
         completions: queue for the ends of transfers.
     """
 
     def __init__(
         self,
-        directory: DiskDirectory,
+        name: str,
+        files: Files,
         addresses: dict[int, Located],
         source: Source,
         copies: ArenaCopies,
         completions: Completions,
     ) -> None:
-        self._directory = directory
+        self._name = name
+        self._files = files
         self._addresses = addresses
         self._source = source
         self._copies = copies
         self._completions = completions
+        self._entered: dict[int, Located] = {}
+        """By address: what others have written, also after it was dropped, as it may be needed again."""
         self._loads: deque[tuple[TransferId, Callable[[], None]]] = deque()
         """By transfer; files to be removed or cut off are ``NO_TRANSFER``."""
         self._stores: deque[Callable[[], None]] = deque()
@@ -103,11 +166,10 @@ class DiskStore:
         self._is_closed = False
         self._changed = Condition()
         """Guards everything above, and the addresses."""
-        self._shrinking = Lock()
         self._paused_until_s = self._logged_s = float("-inf")
         self._pause_cause = ""
         self._is_ending = False
-        self._threads = [Thread(target=self._run, name="disk cache", daemon=True) for _ in range(NUM_THREADS)]
+        self._threads = [Thread(target=self._run, name=files.title, daemon=True) for _ in range(files.num_threads)]
         for thread in self._threads:
             thread.start()
 
@@ -115,28 +177,37 @@ class DiskStore:
         """Rename the addresses of the entries found, and remove those without a new name. Called before any action."""
         unused = [address for address in self._addresses if address not in addresses]
         if unused:
-            text = "%d blocks and snapshots of the disk cache %s are of no use: other ranks lack them"
-            LOGGER.warning(text, len(unused), self._directory.path)
+            text = "%d blocks and snapshots of the %s are of no use: other ranks lack them"
+            LOGGER.warning(text, len(unused), self._files.title)
         self.drop(unused)
         with self._changed:
             self._addresses = {addresses[address]: located for address, located in self._addresses.items()}
 
+    def enter(self, files: Iterable[FoundFile]) -> None:
+        """Take in files that others have written, whose items can be loaded from now on."""
+        with self._changed:
+            for name, first, num_items in files:
+                file = StoredFile(name, num_items)
+                self._entered |= {first + item: Located(file, item) for item in range(num_items)}
+
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Begin to write blocks and slots of the arena."""
-        fence = self._copies.fence()
+        fence, deadline_s = self._copies.fence(), SYSTEM_CLOCK() + action.limit_s
+        num_bytes, sizes = arena.spec.raw_block_bytes, self._copies.snapshots.num_bytes
+        find = ChainMap(self._addresses, self._entered).get
         with self._changed:
-            wanted = [_Wanted(self._addresses.get(address), address, block, None) for block, address in action.blocks]
-            wanted += [
-                _Wanted(self._addresses.get(each.address), each.address, None, each) for each in action.snapshots
-            ]
-            self._loads.append((action.transfer, partial(self._load, action.transfer, wanted, fence)))
+            wanted = [_Wanted(find(address), address, num_bytes, block, None) for block, address in action.blocks]
+            for each in action.snapshots:
+                size = sizes(each.slot, each.windows)
+                wanted.append(_Wanted(find(each.address), each.address, size, None, each))
+            self._loads.append((action.transfer, partial(self._load, action.transfer, wanted, fence, deadline_s)))
             self._changed.notify()
 
     def store(self, action: StoreOut, arena: ArenaTensors) -> None:
         """Begin to write a path's blocks and its snapshot to files."""
         path, fence = action.path, self._copies.fence()
         if path is None:
-            raise EngineError(f"what is stored to {DISK_STORE!r} needs a path")
+            raise EngineError(f"what is stored to {self._name!r} needs a path")
         if action.is_final and not self._is_ending:
             self._is_ending, self._paused_until_s = True, float("-inf")
         if SYSTEM_CLOCK() < self._paused_until_s:
@@ -159,7 +230,7 @@ class DiskStore:
             for file, item in dropped:
                 file.is_live[item] = False
             self._loads += [
-                (NO_TRANSFER, partial(self._shrink, file)) for file in dict.fromkeys(x.file for x in dropped)
+                (NO_TRANSFER, partial(self._files.shrink, file)) for file in dict.fromkeys(x.file for x in dropped)
             ]
             self._changed.notify_all()
 
@@ -173,13 +244,13 @@ class DiskStore:
             self._completions.put(Completion(transfer, is_done=False))
 
     def close(self) -> None:
-        """Wait for running reads and writes, drop the rest, and release the directory to other processes."""
+        """Wait for running reads and writes, drop the rest, and let other processes use the files."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        self._directory.close()
+        self._files.close()
 
     # In the threads
 
@@ -191,7 +262,7 @@ class DiskStore:
                 work()
             except Exception:
                 # The edge of the thread: the others go on.
-                LOGGER.exception("the disk cache could not do what it was asked to")
+                LOGGER.exception("the %s could not do what it was asked to", self._files.title)
             finally:
                 with self._changed:
                     self._num_storing -= is_store
@@ -203,18 +274,18 @@ class DiskStore:
             while not self._is_closed:
                 if self._loads:
                     return self._loads.popleft()[1], False
-                if self._stores and self._num_storing < NUM_THREADS - 1:
+                if self._stores and self._num_storing < MAX_STORES:
                     self._num_storing += 1
                     return self._stores.popleft(), True
                 self._changed.wait()
             return None
 
-    def _load(self, transfer: TransferId, wanted: Sequence[_Wanted], fence: Fence) -> None:
+    def _load(self, transfer: TransferId, wanted: Sequence[_Wanted], fence: Fence, deadline_s: float) -> None:
         """Read and report."""
         start_s, is_done = SYSTEM_CLOCK(), False
         lost: tuple[int, ...] = ()
         try:
-            self._read(wanted, fence)
+            self._read(wanted, fence, deadline_s)
             is_done = True
         except _LostError as error:
             lost = error.addresses
@@ -228,55 +299,27 @@ class DiskStore:
     def _warn_of_load(self, reason: str) -> None:
         if SYSTEM_CLOCK() >= self._logged_s + LOG_EVERY_S:
             self._logged_s = SYSTEM_CLOCK()
-            LOGGER.warning("a prefix could not be read from the disk cache and is computed: %s", reason)
+            LOGGER.warning("a prefix could not be read from the %s and is computed: %s", self._files.title, reason)
 
-    def _read(self, wanted: Sequence[_Wanted], fence: Fence) -> None:
+    def _read(self, wanted: Sequence[_Wanted], fence: Fence, deadline_s: float) -> None:
         """Copy the requested items from the files to the device.
 
         Raises:
             _LostError: some of it is gone or damaged.
-            OSError: it cannot be read now.
+            OSError: it cannot be read now, or not before the deadline.
         """
-        parts_of = dict[StoredFile, list[_Wanted]]()
-        for part in wanted:
-            if part.located is None:
-                raise _LostError("its address is not known", (part.address,))
-            parts_of.setdefault(part.located.file, []).append(part)
-        for file, parts in parts_of.items():
+        groups = list(_groups(wanted))
+        parts = self._files.read([_part(group) for group in groups], deadline_s)
+        for group in groups:
             try:
-                descriptor = open_for_reading(self._directory.descriptor, file.name)
-            except FileNotFoundError:
-                raise _LostError(f"{file.name} is gone", tuple(part.address for part in parts)) from None
-            try:
-                for pieces in _pieces(parts):
-                    self._read_pieces(descriptor, file, pieces, fence)
-                with suppress(OSError):  # the disk may be read-only
-                    os.utime(descriptor)
-            finally:
-                os.close(descriptor)
-
-    def _read_pieces(self, descriptor: int, file: StoredFile, parts: Sequence[_Wanted], fence: Fence) -> None:
-        """Copy items of one file to the device at once."""
-        indices = [part.located.item for part in parts if part.located is not None]
-        data = np.empty(sum(file.header.sizes[index] for index in indices), np.uint8)
-        start, target = 0, data.data
-        for part, index in zip(parts, indices, strict=True):
-            end = start + file.header.sizes[index]
-            try:
-                read_item(descriptor, file.header, index, file.offsets[index], target[start:end])
-            except DamagedFileError as error:
-                raise _LostError(f"{file.name}: {error}", (part.address,)) from None
-            except OSError as error:
-                if error.errno != EIO:
-                    raise
-                raise _LostError(f"{file.name}: {cause_of(error)}", (part.address,)) from error
-            start = end
-        if (state := parts[0].state) is not None:
-            if len(target) != self._copies.snapshots.num_bytes(state.slot, state.windows):
-                raise _LostError(f"{file.name}: its snapshot has another window", (state.address,))
-            self._copies.write_snapshot(state.slot, state.windows, target, fence)
-        else:
-            self._copies.write(Entries([part.block for part in parts if part.block is not None]), target, fence)
+                data = next(parts)
+            except LostItemsError as error:
+                lost = tuple(each.address for each in group if each.located and each.located.item in error.items)
+                raise _LostError(str(error), lost) from error
+            if (state := group[0].state) is not None:
+                self._copies.write_snapshot(state.slot, state.windows, data, fence)
+            else:
+                self._copies.write(Entries([each.block for each in group if each.block is not None]), data, fence)
 
     def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write and report."""
@@ -287,29 +330,27 @@ class DiskStore:
         except OSError as error:
             self._pause_cause = cause = cause_of(error)
             self._paused_until_s = SYSTEM_CLOCK() + PAUSE_S
-            text = "nothing is stored in the disk cache %s for %d s: %s"
-            LOGGER.warning(text, self._directory.path, PAUSE_S, cause)
+            LOGGER.warning("nothing is stored in the %s for %d s: %s", self._files.title, PAUSE_S, cause)
         finally:
             self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s, cause=cause))
 
     def _write(self, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""
         parts: list[tuple[StoredBlocks | None, tuple[int, ...]]] = []
-        if path.blocks is not None:
-            parts.append((path.blocks, path.blocks.addresses))
+        for blocks in _split(path.blocks, sources, self._files.max_file_bytes):
+            parts.append((blocks, blocks.addresses))
         if path.address:
             parts.append((None, (path.address, *[path.tail_address] * bool(path.tail_address))))
         addresses = dict[int, Located]()
         try:
-            for blocks, numbers in parts:
+            for some, numbers in parts:
                 items = [sources[address] for address in numbers]
-                file = self._directory.new_file(path, blocks, tuple(item.num_bytes for item in items))
-                pieces = [item.read() for item in items]
-                file.header = write_file(self._directory.descriptor, file.name, file.header, pieces)
+                file = self._files.new_file(path, some, tuple(item.num_bytes for item in items))
+                self._files.write(file, [item.read() for item in items])
                 addresses |= {address: Located(file, index) for index, address in enumerate(numbers)}
         except BaseException:
             for file in dict.fromkeys(located.file for located in addresses.values()):
-                self._remove(file)
+                self._files.remove(file)
             raise
         with self._changed:
             self._addresses |= addresses
@@ -321,26 +362,6 @@ class DiskStore:
     def _snapshot(self, state: SnapshotCopy, fence: Fence) -> Iterator[memoryview]:
         """Yield the stored bytes of a snapshot of the device."""
         yield self._copies.read_snapshot(state.slot, state.windows, fence)
-
-    def _shrink(self, file: StoredFile) -> None:
-        """Remove a file, or cut it off after the last item that is needed."""
-        with self._shrinking:
-            num_live = max((index + 1 for index, is_live in enumerate(file.is_live) if is_live), default=0)
-            if not num_live:
-                self._remove(file)
-            elif num_live < len(file.is_live):
-                try:
-                    cut_off(self._directory.descriptor, file.name, file.offsets[num_live])
-                except OSError as error:
-                    LOGGER.warning("cannot shorten %s in the disk cache: %s", file.name, cause_of(error))
-
-    def _remove(self, file: StoredFile) -> None:
-        try:
-            os.unlink(file.name, dir_fd=self._directory.descriptor)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            LOGGER.warning("cannot remove %s from the disk cache: %s", file.name, cause_of(error))
 
 
 def _host_item(source: StoredBytes) -> Item:
@@ -356,15 +377,39 @@ def _host(source: StoredBytes) -> Iterator[memoryview]:
         yield piece.numpy().data
 
 
-def _pieces(parts: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Yield the parts of one file in groups of few bytes; a snapshot by itself."""
-    group, num_bytes = list[_Wanted](), 0
-    for part in parts:
-        size = 0 if part.located is None else part.located.file.header.sizes[part.located.item]
-        if group and (part.state is not None or group[-1].state is not None or num_bytes + size > PIECE_BYTES):
-            yield group
-            group, num_bytes = [], 0
-        group.append(part)
-        num_bytes += size
-    if group:
+def _split(blocks: StoredBlocks | None, sources: Mapping[int, Item], max_bytes: int) -> Iterator[StoredBlocks]:
+    """Yield blocks in groups of ``max_bytes`` at most, but one block at least."""
+    if blocks is None:
+        return
+    most = max(max_bytes // sources[blocks.addresses[0]].num_bytes, 1)
+    for start in range(0, len(blocks.addresses), most):
+        yield StoredBlocks(blocks.first + start, blocks.addresses[start : start + most])
+
+
+def _groups(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Yield what is wanted of each file in groups of few bytes; a snapshot by itself.
+
+    Raises:
+        _LostError: an address is unknown.
+    """
+    parts_of = dict[StoredFile, list[_Wanted]]()
+    for part in wanted:
+        if part.located is None:
+            raise _LostError("its address is not known", (part.address,))
+        parts_of.setdefault(part.located.file, []).append(part)
+    for parts in parts_of.values():
+        group, num_bytes = list[_Wanted](), 0
+        for part in parts:
+            is_alone = part.state is not None or (group and group[-1].state is not None)
+            if group and (is_alone or num_bytes + part.num_bytes > PIECE_BYTES):
+                yield group
+                group, num_bytes = [], 0
+            group.append(part)
+            num_bytes += part.num_bytes
         yield group
+
+
+def _part(group: Sequence[_Wanted]) -> FilePart:
+    """Return what to read for a group, whose items are all of one file."""
+    located = [each.located for each in group if each.located is not None]
+    return FilePart(located[0].file, tuple(each.item for each in located), tuple(each.num_bytes for each in group))

@@ -1,4 +1,4 @@
-"""Writes entries that are only in memory to the disk cache, before the process ends."""
+"""Writes entries that are only in memory to files, before the process ends."""
 
 from collections.abc import Callable
 from typing import Final
@@ -9,9 +9,12 @@ from strandline.cache import PrefixCache
 from strandline.cache.tiers import Loads
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.executor import Executor
+from strandline.device.stores.file_store import DISK_STORE, OBJECT_STORE
 from strandline.engine.scheduling.load_queue import LoadQueue
 from strandline.records.messages import FLUSH_S, FlushReport
 
+TITLES: Final = {DISK_STORE: "disk cache", OBJECT_STORE: "object store"}
+"""What messages call the tier of each store."""
 WAIT_S: Final = 0.1
 """How often to look whether to stop."""
 
@@ -31,7 +34,7 @@ def flush(
     the device. A progress bar is shown on a terminal.
 
     Returns:
-        None: there is no disk cache.
+        None: no files outlive the process.
     """
     start_s = SYSTEM_CLOCK()
 
@@ -44,15 +47,15 @@ def flush(
     writing = loads.begin_flush()
     if writing is None:
         return None
-    disk = loads.tiers[-1]
-    before = disk.num_blocks_written
-    text, num_sources = "writing to the disk cache", writing.num_left
+    lower = loads.tiers[-1]
+    before, tier = lower.num_blocks_written, TITLES.get(lower.store, lower.store)
+    text, num_sources = f"writing to the {tier}", writing.num_left
     with tqdm(desc=text, total=num_sources, disable=None, unit="snapshot", leave=False, delay=1) as bar:
         while writing.num_left and not is_over():
             executor.carry_out(cache.take_actions())
             bar.update(num_sources - writing.num_left - bar.n)
             if writing.num_left:
                 loading.complete(executor.wait_for_transfers(WAIT_S))
-    num_bytes = (disk.num_blocks_written - before) * disk.block_bytes * executor.facts.num_ranks
+    num_bytes = (lower.num_blocks_written - before) * lower.block_bytes * executor.facts.num_ranks
     seconds = SYSTEM_CLOCK() - start_s
-    return FlushReport(num_bytes, writing.num_left, seconds, writing.num_failed, writing.failure)
+    return FlushReport(num_bytes, writing.num_left, seconds, writing.num_failed, writing.failure, tier)

@@ -1,0 +1,158 @@
+"""Finds what other engines have stored in an object store: a thread lists it now and then, and reads new headers.
+
+The engine looks prefixes up in its own index, so no request waits for a listing. What is found is entered into the tier
+between two steps, a few paths at a time.
+"""
+
+import logging
+import time
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import Final, NamedTuple
+
+from strandline.cache.tiers import Loads
+from strandline.cache.tiers.adoption import FoundPath, KnownPaths
+from strandline.clock import SYSTEM_CLOCK
+from strandline.device.executor import ExecutorFacts
+from strandline.device.stores.file_store import OBJECT_STORE
+from strandline.device.stores.lower_stores import open_object_files
+from strandline.errors import ConfigError, cause_of
+from strandline.records.actions import FoundFile
+from strandline.records.kept import KeptBlocks, KeptSnapshot
+from strandline.transfer.object_files import ObjectFiles
+from strandline.transfer.stored_files import joined, kept_of
+
+LOGGER: Final = logging.getLogger("strandline.object_store")
+REFRESH_S: Final = 10.0
+"""Time from one listing to the next, at least: a request for every thousand files."""
+MAX_SHARE: Final = 0.25
+"""Share of the thread's time that listings may take: the next one of a large store comes later."""
+CLOSE_S: Final = 1.0
+"""A listing that takes longer ends with the process."""
+LOG_EVERY_S: Final = 60.0
+"""Minimum interval between log messages about failed listings."""
+FIRST_ADDRESS: Final = 2**48
+"""Addresses of what is found begin here; the numbers of what the engine stores itself stay below."""
+MAX_PATHS: Final = 8
+"""Most paths that enter the tier between two steps: each takes time in proportion to its length."""
+
+
+class Discovery(NamedTuple):
+    """What a listing has found."""
+
+    files: tuple[FoundFile, ...]
+    paths: list[FoundPath]
+    """Those that are whole now, of these files and earlier ones."""
+
+
+class ObjectCatalog:
+    """What is found in an object store, for one thread to take.
+
+    Args:
+        files: those of the first rank; other ranks store the same under the same names.
+        has_snapshots: whether prompts resume at snapshots alone.
+
+    Raises:
+        OSError: the first listing has failed.
+    """
+
+    def __init__(self, files: ObjectFiles, *, has_snapshots: bool) -> None:
+        self._files = files
+        self._known = KnownPaths(has_snapshots=has_snapshots)
+        self._seen = set[str]()
+        self._addresses = count(FIRST_ADDRESS)
+        self._found: SimpleQueue[Discovery] = SimpleQueue()
+        self._is_closed = Event()
+        self._logged_s = float("-inf")
+        self.refresh()
+        self._thread = Thread(target=self._run, name="object catalog", daemon=True)
+        self._thread.start()
+
+    def refresh(self) -> None:
+        """Look for files that were not there before.
+
+        Raises:
+            OSError: the server does not answer, or refuses.
+        """
+        modified_s = {each.name: each.modified_s for each in self._files.list()}
+        # A file that has expired is found again if it is written again.
+        self._seen &= modified_s.keys()
+        names = sorted(modified_s.keys() - self._seen)
+        files, kept, now_s = list[FoundFile](), list[KeptBlocks | KeptSnapshot](), time.time()
+        for name, header in zip(names, self._files.headers(names), strict=True):
+            self._seen.add(name)
+            if header is not None:
+                addresses = [next(self._addresses) for _ in header.sizes]
+                files.append(FoundFile(name, addresses[0], len(addresses)))
+                kept.append(kept_of(header, addresses, max(now_s - modified_s[name], 0.0)))
+        if files:
+            paths = self._known.add(joined(kept))
+            for start in range(0, max(len(paths), 1), MAX_PATHS):
+                self._found.put(Discovery(() if start else tuple(files), paths[start : start + MAX_PATHS]))
+
+    def _run(self) -> None:
+        wait_s = REFRESH_S
+        while not self._is_closed.wait(wait_s):
+            start_s = SYSTEM_CLOCK()
+            try:
+                self.refresh()
+            except OSError as error:
+                if SYSTEM_CLOCK() >= self._logged_s + LOG_EVERY_S:
+                    self._logged_s = SYSTEM_CLOCK()
+                    text = "the %s could not be listed; what other engines store is found later: %s"
+                    LOGGER.warning(text, self._files.title, cause_of(error))
+            wait_s = max(REFRESH_S, (SYSTEM_CLOCK() - start_s) / MAX_SHARE)
+
+    def take(self) -> Discovery | None:
+        """Return something that was found and has not been taken; None: nothing."""
+        try:
+            return self._found.get_nowait()
+        except Empty:
+            return None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._files.close()
+
+
+class Discoveries:
+    """Enters what is found into the tier of an object store, between steps."""
+
+    def __init__(self, catalog: ObjectCatalog, loads: Loads) -> None:
+        self.catalog, self._loads = catalog, loads
+        for found in iter(catalog.take, None):
+            self._enter(found)
+
+    def turn(self) -> None:
+        """Enter a few paths, if there are new ones."""
+        if (found := self.catalog.take()) is not None:
+            self._enter(found)
+
+    def _enter(self, found: Discovery) -> None:
+        self._loads.adopt(OBJECT_STORE, found.files, found.paths)
+
+    def close(self) -> None:
+        """Look for nothing more."""
+        self.catalog.close()
+
+
+def open_discoveries(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) -> Discoveries | None:
+    """Return what enters what is found in an object store; None: there is none.
+
+    Raises:
+        ConfigError: the object store cannot be listed.
+    """
+    objects, spec = facts.lower.objects, facts.spec
+    if objects is None or not loads.tiers:
+        return None
+    files = open_object_files(objects.url, objects.layout, spec, snapshot_dtype)
+    try:
+        catalog = ObjectCatalog(files, has_snapshots=spec.stored_snapshots(snapshot_dtype).max_blocks > 0)
+    except OSError as error:
+        files.close()
+        raise ConfigError(f"--object-store {objects.url} cannot be listed: {cause_of(error)}") from error
+    return Discoveries(catalog, loads)

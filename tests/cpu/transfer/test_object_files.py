@@ -1,0 +1,157 @@
+"""Files in a bucket: what is written is found and read by others, and what fails says so."""
+
+import asyncio
+from collections.abc import Iterator
+from time import monotonic
+
+import pytest
+
+from strandline.clock import SYSTEM_CLOCK
+from strandline.errors import ConfigError
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import StoredBlocks, StoredPath
+from strandline.records.tokens import encode
+from strandline.transfer.bucket import Bucket
+from strandline.transfer.object_files import LAYOUT, ObjectFiles
+from strandline.transfer.stored_files import FilePart, LostItemsError, StoredFile
+
+BLOCK_BYTES, SLOT_BYTES = 512, 3000
+DATA = encode(range(200))
+PATH = StoredPath("tree", DATA, StoredBlocks(1, (5, 6)), 7, 8, SnapshotKind.PROMPT_END, 3, is_shared=True)
+NEVER = float("inf")
+
+
+def content(size: int, seed: int) -> bytes:
+    return bytes((seed + 7 * index) % 251 for index in range(size))
+
+
+def opened(url: str, **layout: str) -> ObjectFiles:
+    return ObjectFiles(url, {"weights": "one", **layout}, BLOCK_BYTES, [SLOT_BYTES])
+
+
+def write(files: ObjectFiles, seed: int = 0) -> list[StoredFile]:
+    """Write a path's two files."""
+    written = []
+    for blocks, sizes in ((PATH.blocks, (BLOCK_BYTES,) * 2), (None, (SLOT_BYTES, BLOCK_BYTES))):
+        file = files.new_file(PATH, blocks, sizes)
+        files.write(file, [[content(size, seed + item)] for item, size in enumerate(sizes)])
+        written.append(file)
+    return written
+
+
+def read(files: ObjectFiles, file: StoredFile, *sizes: int, deadline_s: float = NEVER) -> bytes:
+    part = FilePart(StoredFile(file.name, len(sizes)), tuple(range(len(sizes))), sizes)
+    [data] = files.read([part], deadline_s)
+    return bytes(data)
+
+
+@pytest.fixture
+def files(store_url: str) -> Iterator[ObjectFiles]:
+    files = opened(store_url)
+    yield files
+    files.close()
+
+
+def test_another_process_finds_and_reads_what_was_written(files: ObjectFiles, store_url: str) -> None:
+    files.require_access()
+    blocks, snapshot = write(files)
+    other = opened(store_url)
+    other.require_access()
+    assert {info.name for info in other.list()} == {blocks.name, snapshot.name}
+    headers = list(other.headers([blocks.name, snapshot.name]))
+    assert [header.sizes for header in headers if header] == [(BLOCK_BYTES,) * 2, (SLOT_BYTES, BLOCK_BYTES)]
+    assert read(other, blocks, BLOCK_BYTES, BLOCK_BYTES) == content(BLOCK_BYTES, 0) + content(BLOCK_BYTES, 1)
+    assert read(other, snapshot, SLOT_BYTES, BLOCK_BYTES) == content(SLOT_BYTES, 0) + content(BLOCK_BYTES, 1)
+    other.close()
+
+
+def test_models_share_a_bucket_without_meeting(files: ObjectFiles, store_url: str) -> None:
+    write(files)
+    other = opened(store_url, weights="two")
+    assert other.list() == []
+    other.close()
+
+
+def test_the_same_tokens_are_written_once(files: ObjectFiles) -> None:
+    [first, _], [second, _] = write(files), write(files, seed=9)
+    assert first.name == second.name
+    assert read(files, second, BLOCK_BYTES, BLOCK_BYTES) == content(BLOCK_BYTES, 0) + content(BLOCK_BYTES, 1)
+    assert second.header == first.header
+
+
+def test_replaced_files_are_read_with_their_new_header(files: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = write(files)
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectFiles, "_read_header", gone)  # another engine has not seen the first one's file
+        write(files, seed=9)
+    assert first.header is not None
+    [data] = files.read([FilePart(first, (1,), (BLOCK_BYTES,))], NEVER)
+    assert bytes(data) == content(BLOCK_BYTES, 10)
+
+
+async def gone(*_: object) -> None:
+    raise FileNotFoundError
+
+
+def test_damaged_and_missing_files_are_lost(files: ObjectFiles, store_url: str) -> None:
+    blocks, snapshot = write(files)
+    bucket = Bucket(store_url)
+    name = f"{files.folder}/{blocks.name}"
+    data, size = bucket.run(bucket.read(name, 0, 10**6))
+    damaged = bytearray(data)
+    damaged[4096 + BLOCK_BYTES] ^= 1
+    bucket.write(name, damaged)
+    with pytest.raises(LostItemsError, match="a checksum is wrong") as error:
+        read(files, blocks, BLOCK_BYTES, BLOCK_BYTES)
+    assert error.value.items == (1,)
+    bucket.write(name, damaged[: size - 1])
+    assert list(files.headers([blocks.name, "0" * 32 + ".blocks"]))[1] is None
+    with pytest.raises(LostItemsError, match=r"0\.blocks is gone"):
+        read(files, StoredFile("0" * 32 + ".blocks", 1), BLOCK_BYTES)
+    with pytest.raises(LostItemsError, match="another window"):
+        read(files, snapshot, SLOT_BYTES + 1)
+    bucket.close()
+
+
+def test_a_deadline_ends_a_load(files: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, _ = write(files)
+
+    async def hang(*_: object) -> tuple[bytes, int]:
+        await asyncio.sleep(60)
+        return b"", 0
+
+    monkeypatch.setattr(Bucket, "read", hang)
+    start_s = monotonic()
+    with pytest.raises(TimeoutError, match="computing takes less time"):
+        read(files, blocks, BLOCK_BYTES, BLOCK_BYTES, deadline_s=SYSTEM_CLOCK() + 0.05)
+    assert monotonic() - start_s < 10
+
+
+def test_the_folder_says_what_it_is_of(files: ObjectFiles, store_url: str) -> None:
+    files.require_access()
+    bucket = Bucket(store_url)
+    data, _ = bucket.run(bucket.read(f"{files.folder}/{LAYOUT}", 0, 100))
+    assert b'"weights": "one"' in bytes(data)
+    assert files.list() == []
+    bucket.close()
+
+
+@pytest.mark.parametrize("url", ["bucket/prefix", "s3://", "https://bucket"])
+def test_wrong_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be s3://BUCKET"):
+        Bucket(url)
+
+
+def test_errors_have_the_words_of_the_server(store_url: str) -> None:
+    files = opened("s3://no-such-bucket")
+    with pytest.raises(OSError, match=r"404 Not Found: NoSuchBucket: The specified bucket does not exist$"):
+        files.require_access()
+    files.close()
+
+
+def test_servers_that_are_gone_are_errors(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    files = opened(store_url)
+    with pytest.raises(OSError, match=r"http://127.0.0.1:9/.* error sending request"):
+        files.list()
+    files.close()
