@@ -441,15 +441,19 @@ def profile_decode(llm: LLM, options: argparse.Namespace) -> None:
     tables = []
     for batch_size in map(int, options.batch_sizes.split(",")):
         for index in range(batch_size):
-            llm.engine.add_request(str(index), some_tokens(llm, rng, 1024), params_for(64))
+            # None may end before the last prompt is computed.
+            tokens = some_tokens(llm, rng, 1024)
+            llm.engine.add_request(str(index), tokens, params_for(options.max_model_len - len(tokens)))
         while llm.engine.scheduler.waiting or any(len(r.output_ids) < 4 for r in llm.engine.scheduler.running):
             llm.engine.step()
+        if len(llm.engine.scheduler.running) < batch_size:
+            raise SystemExit(f"{batch_size} sequences never decode together; raise --memory or --max-model-len")
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             for _ in range(PROFILED_STEPS):
                 llm.engine.step()
             torch.cuda.synchronize()
-        while llm.engine.has_unfinished:
-            llm.engine.step()
+        for index in range(batch_size):
+            llm.engine.abort(str(index))
         table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
         tables.append(f"decode at {batch_size}, {PROFILED_STEPS} steps\n{table}\n\n{path_table(profiler)}")
     num_tokens = min(8192, options.max_model_len - 1)
