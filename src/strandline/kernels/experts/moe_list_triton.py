@@ -15,7 +15,7 @@ from torch import Tensor
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
-MAX_CHOICES_DIRECT = 4096
+MAX_CHOICES_DIRECT = 8192
 """Up to here one launch, whose programs look at all choices twice, is faster than two."""
 
 BLOCK_DIRECT = 2048
