@@ -1,4 +1,4 @@
-"""Logs of decoded tokens and of drafts, at the shape of Qwen3.5-35B-A3B.
+"""Logs of decoded tokens and of drafts, at the shapes of Qwen3.5-35B-A3B and Nemotron-3-Nano-30B-A3B.
 
 Decodes with logs read states, and write those of sequences whose log is full. In a step that verifies drafts, every
 sequence has two logged tokens and two drafts, which the kernels of prefills compute.
@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from case import Launch, Work, bound, case, parse_launches, random, turns
-from recurrences import TINY_KINDS, Kind, gdn
+from recurrences import KINDS, TINY_KINDS, Kind, decodes, gdn
 from torch import Tensor
 
 from strandline.ids import NO_TOKEN, PendingToken
 from strandline.kernels.batch import LogBatch, ReplayBatch, Slots
 from strandline.kernels.chunk_table import Chunks, ChunkTable
+from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.conv1d import Convolution, causal_conv1d_replay
 from strandline.kernels.recurrences.gdn import gdn_prefill
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged
 from strandline.kernels.recurrences.gdn_short_triton import Short
+from strandline.kernels.recurrences.mamba2_log import mamba2_decode_logged
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import (
     LastStep,
@@ -47,16 +49,32 @@ GDN = gdn(32)
     state_dtype={"float32": torch.float32, "bfloat16": torch.bfloat16},
     tiny={"batch": 2, "logged": 1, "state_dtype": torch.float32, "kind": TINY_KINDS["gdn"]},
 )
-def decode_logged(batch: int, logged: int | None, state_dtype: torch.dtype, kind: Kind = GDN) -> Work:
+def decode_gdn_logged(batch: int, logged: int | None, state_dtype: torch.dtype, kind: Kind = GDN) -> Work:
+    """Return decode steps of Gated DeltaNet."""
+    return decode_logged(gdn_decode_logged, replace(kind, state_dtype=state_dtype), kind.tokens[0][0], batch, logged)
+
+
+@case(
+    "mamba2/decode-logged",
+    batch=(1, 4, 16, 64, 256, 1024),
+    logged=LOGGED,
+    tiny={"batch": 2, "logged": 1, "kind": TINY_KINDS["mamba2"]},
+)
+def decode_mamba2_logged(batch: int, logged: int | None, kind: Kind = KINDS["mamba2"]) -> Work:
+    """Return decode steps of Mamba-2."""
+    work = decode_logged(mamba2_decode_logged, kind, kind.tokens[1][0], batch, logged)
+    return replace(work, launches=partial(decodes, "mamba2_log_triton"))
+
+
+def decode_logged(operation: Operation[..., Tensor], kind: Kind, num_keys: int, batch: int, logged: int | None) -> Work:
     """Return decode steps of several layers with logs; the mean over all numbers is the mean step."""
-    kind = replace(kind, state_dtype=state_dtype)
     num_layers = turns(batch * kind.state_bytes, at_least=4, at_most=30)
     state_SLX, slots = kind.states(batch, num_layers), torch.randperm(batch) + 1
     lens = tuple(i % (LOG_TOKENS + 1) if logged is None else logged for i in range(batch))
     folded = tuple(length + 1 if length == LOG_TOKENS else 0 for length in lens)
     log_N = torch.randperm(batch) + 1
     logs = LogBatch(log_N, torch.tensor(lens), log_N, lens, torch.tensor(folded), folded)
-    (num_keys, key_dim), (num_heads, value_dim) = kind.tokens[0], kind.tokens[2]
+    num_heads, key_dim, value_dim = kind.state
     shapes = ((num_keys, LOG_TOKENS, key_dim), (num_heads, LOG_TOKENS, value_dim), (num_heads, LOG_TOKENS))
 
     def make_memory() -> LogMemory:
@@ -73,10 +91,10 @@ def decode_logged(batch: int, logged: int | None, state_dtype: torch.dtype, kind
     token_bytes = 4 * (num_keys * key_dim + num_heads * value_dim)
     written = sum(count > 0 for count in folded)
     return Work(
-        {"strandline": bound(gdn_decode_logged)},
+        {"strandline": bound(operation)},
         arguments,
         num_bytes=(batch + written) * kind.state_bytes + token_bytes * (sum(lens) + batch - written),
-        reference=gdn_decode_logged.reference,
+        reference=operation.reference,
         limit=2e-2,
         memory=lambda *arguments: [
             arguments[1][1:],

@@ -63,7 +63,7 @@ def gdn_decode_logged(
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.gdn_log.gdn_decode_logged`."""
     where = addresses(logs=logs.log_N, log_lens=logs.len_N, num_folded=logs.num_folded_N)
-    return _decode(inputs, state_SHKV, slots, {**where, **_log_arguments(memory)})
+    return _decode(inputs, state_SHKV, slots, {**where, **log_arguments(memory)})
 
 
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
@@ -74,7 +74,7 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
             len(slot_N) * num_heads,
             **_state_arguments(state_SHKV, num_key_heads),
             **addresses(slots=slot_N, logs=log_N, log_lens=len_N),
-            **_log_arguments(memory.of_layer(layer)),
+            **log_arguments(memory.of_layer(layer)),
         )
 
 
@@ -102,7 +102,7 @@ def _state_arguments(state_SHKV: Tensor, num_key_heads: int) -> dict[str, int]:
     }
 
 
-def _log_arguments(memory: LogMemory) -> dict[str, int]:
+def log_arguments(memory: LogMemory) -> dict[str, int]:
     rows = row_arguments(log_keys=memory.key_JGLK, log_values=memory.value_JHLV, log_decays=memory.decay_JHL)
     return {**rows, "places": memory.decay_JHL.shape[2]}
 
@@ -176,7 +176,7 @@ def _read(state, key, query, by_key, by_query):
 
 
 @helper
-def _weigh(log_decays, log_decay, weights):
+def weigh(log_decays, log_decay, weights):
     """Compute the remaining weight of each logged token's write; return that of the state.
 
     Decays are added, never subtracted: a weak one beside a strong one would be lost.
@@ -203,7 +203,7 @@ def _read_logged(logged_key, logged_value, weight, key, query, by_key, by_query)
 
 
 @helper
-def _carry(source, target, carried, is_zero, keys, values, weights, key_dim):
+def carry(source, target, carried, is_zero, keys, values, weights, key_dim):
     """Write the decayed source and the decayed logged writes to the target."""
     num_columns = target.size // key_dim
     for row in range(key_dim):
@@ -222,7 +222,7 @@ def _carry(source, target, carried, is_zero, keys, values, weights, key_dim):
 
 
 @helper
-def _add(state, key, value):
+def add(state, key, value):
     """Add a token's write."""
     num_columns = value.size
     for row in range(key.size):
@@ -232,9 +232,9 @@ def _add(state, key, value):
 
 
 @helper
-def _log(args, log, key_head, head):
+def log_of_head(args, log, key_head, head, key_dim, value_dim):
     """Return keys, values and log decays of a log, of one head."""
-    places, key_dim, value_dim = args.places, args.key_dim, args.value_dim
+    places = args.places
     return (
         floats(args.log_keys + 4 * (log * args.log_keys_stride + key_head * places * key_dim), places * key_dim),
         floats(args.log_values + 4 * (log * args.log_values_stride + head * places * value_dim), places * value_dim),
@@ -270,13 +270,13 @@ def _decode_kernel(tasks):
         if args.logs:
             log, num_logged = ints(args.logs, sequence + 1)[sequence], ints(args.log_lens, sequence + 1)[sequence]
             num_folded = ints(args.num_folded, sequence + 1)[sequence]
-        log_keys, log_values, log_decays = _log(args, log, key_head, head)
+        log_keys, log_values, log_decays = log_of_head(args, log, key_head, head, key_dim, value_dim)
 
         by_key[:] = 0.0
         by_query[:] = 0.0
         if source != NULL_SLOT:
             _read(state, key, query, by_key, by_query)
-        carried = _weigh(log_decays[:num_logged], log_decay, weights)
+        carried = weigh(log_decays[:num_logged], log_decay, weights)
         for channel in range(value_dim):
             by_key[channel] *= carried
             by_query[channel] *= carried
@@ -293,8 +293,8 @@ def _decode_kernel(tasks):
         if target != NULL_SLOT and num_folded != 0:
             folded = floats(args.states + 4 * (target * args.state_stride + head * state_size), state_size)
             is_zero, left = source == NULL_SLOT, weights[:num_logged]
-            _carry(state, folded, carried, is_zero, log_keys, log_values, left, key_dim)
-            _add(folded, key, value)
+            carry(state, folded, carried, is_zero, log_keys, log_values, left, key_dim)
+            add(folded, key, value)
         elif target != NULL_SLOT:
             if head % args.heads_per_key == 0:
                 copy(key, log_keys[num_logged * key_dim :])
@@ -314,7 +314,9 @@ def _fold_kernel(tasks):
         slot, log = ints(args.slots, sequence + 1)[sequence], ints(args.logs, sequence + 1)[sequence]
         num_logged = ints(args.log_lens, sequence + 1)[sequence]
         state = floats(args.states + 4 * (slot * args.state_stride + head * state_size), state_size)
-        keys, values, log_decays = _log(args, log, head // args.heads_per_key, head)
-        carried = _weigh(log_decays[:num_logged], np.float32(0.0), weights)
-        _carry(state, state, carried, False, keys, values, weights[:num_logged], args.key_dim)
+        keys, values, log_decays = log_of_head(
+            args, log, head // args.heads_per_key, head, args.key_dim, args.value_dim
+        )
+        carried = weigh(log_decays[:num_logged], np.float32(0.0), weights)
+        carry(state, state, carried, False, keys, values, weights[:num_logged], args.key_dim)
         task = claim(tasks)

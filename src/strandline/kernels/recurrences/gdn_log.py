@@ -24,7 +24,7 @@ from torch import Tensor
 
 from strandline.ids import NULL_LOG, NULL_SLOT
 from strandline.kernels.batch import LogBatch, Slots
-from strandline.kernels.operation import numba, operation, triton
+from strandline.kernels.operation import Operation, numba, operation, triton
 from strandline.kernels.recurrences.chunkwise import FLOAT32_STATE, MIN_EXPONENT
 from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gates, normalise
 from strandline.kernels.recurrences.state_recurrence import DecodeLog
@@ -80,7 +80,7 @@ def gdn_decode_logged(
     weight_NHL = carried_NH = log_decay_NH.exp()
     if any(logs.lens):
         decay_NHL = memory.decay_JHL[logs.rows]
-        weight_NHL = _weights(decay_NHL, log_decay_NH.unsqueeze(-1))
+        weight_NHL = remaining_weights(decay_NHL, log_decay_NH.unsqueeze(-1))
         carried_NH = (log_decay_NH + decay_NHL.sum(-1)).exp()
     read_NHXV *= carried_NH.view(num_sequences, num_heads, 1, 1)
     if any(logs.lens):
@@ -95,7 +95,7 @@ def gdn_decode_logged(
                 source_HKV = state_SHKV[src] if src != NULL_SLOT else torch.zeros_like(state_SHKV[dst])
                 state_HKV = source_HKV * carried_NH[i].view(-1, 1, 1)
                 if num_tokens:
-                    _add_logged(state_HKV, memory, int(logs.log_N[i]), weight_NHL[i], num_tokens)
+                    add_logged(state_HKV, memory, int(logs.log_N[i]), weight_NHL[i], num_tokens)
                 state_HKV.baddbmm_(key_query_NHXK[i, :, :1].transpose(1, 2), delta_NHV[i].unsqueeze(1))
                 state_SHKV[dst] = state_HKV
         is_folded_N = logs.num_folded_N > 0
@@ -116,23 +116,33 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
     """
     for slot, log, num_tokens in zip(slot_N.tolist(), log_N.tolist(), len_N.tolist(), strict=True):
         for layer, state_SHKV in enumerate(state_RSHKV):
-            decay_HL = memory.decay_JHL[layer, log]
+            decay_HL = memory.decay_JHL[layer, log, :, :num_tokens]
             state_HKV = state_SHKV[slot] * decay_HL.sum(-1).exp().view(-1, 1, 1)
-            _add_logged(state_HKV, memory.of_layer(layer), log, _weights(decay_HL), num_tokens)
+            add_logged(state_HKV, memory.of_layer(layer), log, remaining_weights(decay_HL), num_tokens)
             state_SHKV[slot] = state_HKV
 
 
-def gdn_log(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> DecodeLog:
-    """Return the log of layers of a size."""
+def gdn_log(
+    num_key_heads: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    decode: Operation[..., Tensor] = gdn_decode_logged,
+) -> DecodeLog:
+    """Return the log of layers of a size.
+
+    Args:
+        decode: the operation that appends to the log and reads it.
+    """
     shapes = {
         "key": (num_key_heads, LOG_TOKENS, key_dim),
         "value": (num_heads, LOG_TOKENS, value_dim),
         "decay": (num_heads, LOG_TOKENS),
     }
-    return DecodeLog(LogSpec.of(LOG_TOKENS, shapes), LogMemory, (gdn_decode_logged, gdn_fold))
+    return DecodeLog(LogSpec.of(LOG_TOKENS, shapes), LogMemory, (decode, gdn_fold))
 
 
-def _add_logged(state_HKV: Tensor, memory: LogMemory, log: int, weight_HL: Tensor, num_tokens: int) -> None:
+def add_logged(state_HKV: Tensor, memory: LogMemory, log: int, weight_HL: Tensor, num_tokens: int) -> None:
     """Add the first ``num_tokens`` of a log to a float32 state."""
     key_GLK = memory.key_JGLK[log, :, :num_tokens]
     value_HLV = memory.value_JHLV[log, :, :num_tokens] * weight_HL[:, :num_tokens].unsqueeze(-1)
@@ -140,7 +150,7 @@ def _add_logged(state_HKV: Tensor, memory: LogMemory, log: int, weight_HL: Tenso
     state_HKV.baddbmm_(key_HLK.transpose(1, 2), value_HLV)
 
 
-def _weights(decay_XHL: Tensor, log_decay_XH1: Tensor | None = None) -> Tensor:
+def remaining_weights(decay_XHL: Tensor, log_decay_XH1: Tensor | None = None) -> Tensor:
     """Return the remaining weight of each logged token's write, for a token with ``log_decay_XH1`` or for the state.
 
     Decays are added, never subtracted: a weak one beside a strong one would be lost.

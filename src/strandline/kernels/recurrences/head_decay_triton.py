@@ -130,7 +130,7 @@ def choose_launch(gpu: Gpu, key_dim: int, value_dim: int) -> Launch:
 
 
 @triton.jit
-def _gate(
+def gate(
     dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS: tl.constexpr, MIN_LOG_DECAY: tl.constexpr
 ):
     """Return the weight and the log decay, a finite number, of raw time steps of a head."""
@@ -175,9 +175,7 @@ def _rows_kernel(
     dt_L = tl.zeros([L], tl.float32)
     if HAS_STEPS:
         dt_L = tl.load(dt_ptr + (start + row_L) * stride_dt + head, mask=is_token_L, other=0.0).to(tl.float32)
-    weight_L, log_decay_L = _gate(
-        dt_L, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS, MIN_LOG_DECAY
-    )
+    weight_L, log_decay_L = gate(dt_L, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS, MIN_LOG_DECAY)
     # A difference of large sums must keep the small decays that came after a strong one: the sums are float64, and
     # the difference of their high halves is exact where the exponential is not 0.
     sum_L = tl.cumsum(tl.where(is_token_L, log_decay_L * LOG2_E, 0.0).to(tl.float64), 0)
@@ -465,7 +463,7 @@ def _decode_kernel(
     dt = 0.0
     if HAS_STEPS:
         dt = tl.load(dt_ptr + sequence * stride_dt + head).to(tl.float32)
-    weight, log_decay = _gate(dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS, MIN_LOG_DECAY)
+    weight, log_decay = gate(dt, rate_ptr, dt_bias_ptr, head, dt_min, dt_max, dt_factor, HAS_STEPS, MIN_LOG_DECAY)
 
     state_KV = state_KV * tl.exp(log_decay) + k_K[:, None] * (weight * v_V)[None, :]
     out_V = tl.sum(state_KV * q_K[:, None], 0)

@@ -25,7 +25,9 @@ from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
+from strandline.kernels.recurrences.gdn_log import gdn_fold
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
+from strandline.kernels.recurrences.mamba2_log import mamba2_decode_logged, mamba2_log
 from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
@@ -142,16 +144,15 @@ class Mamba2Layer(nn.Module):
         site: the shard divides the heads; where there are fewer groups than shards, several hold the same.
     """
 
-    operations = (rms_norm_of_gated, silu_gate, mamba2_prefill, mamba2_decode)
+    operations = (rms_norm_of_gated, silu_gate, mamba2_prefill, mamba2_decode, mamba2_decode_logged, gdn_fold)
 
     def __init__(self, config: Mamba2Config, site: Site) -> None:
         super().__init__()
         self.shard, self.group_shard = site.shard, site.shard.shared(config.num_groups, GROUPS)
         self.config = config = config.of(site.shard)
         num_heads, head_dim, state_dim = config.num_heads, config.head_dim, config.state_dim
-        self.recurrence = StateRecurrence[Mamba2Inputs](
-            (mamba2_prefill, mamba2_decode), (num_heads, state_dim, head_dim), config.state_dtype
-        )
+        shape, log = (num_heads, state_dim, head_dim), mamba2_log(config.num_groups, num_heads, state_dim, head_dim)
+        self.recurrence = StateRecurrence[Mamba2Inputs]((mamba2_prefill, mamba2_decode), shape, config.state_dtype, log)
         inner_rows, state_rows = num_heads * head_dim, config.num_groups * state_dim
         self.conv_sizes = [inner_rows, state_rows, state_rows]
         self.sizes = [sum(self.conv_sizes), inner_rows, num_heads]

@@ -1,0 +1,36 @@
+"""The Triton decode step of Mamba-2 with a log on a GPU, at odd shapes and at those of Nemotron-3-Nano."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strandline.kernels.recurrences import mamba2_log_triton as kernel
+from strandline.kernels.recurrences.decode_launches import HEADS_WITH_LOG, DecodeLaunch
+from tests.cpu.kernels.recurrences import test_mamba2_log as checks
+from tests.cpu.kernels.recurrences.test_mamba2_log import SHAPES, USUAL, Shape
+
+GPU = replace(checks.version("triton"), device="cuda")
+NEMOTRON = replace(GPU, shape=Shape(8, 64, 128, 64), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [USUAL, *SHAPES], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logs_hold_for_any_ratio_and_size_of_heads(shape: Shape, dtype: torch.dtype) -> None:
+    checks.check_any_schedule(replace(GPU, shape=shape, dtype=dtype), seed=1)
+
+
+@pytest.mark.parametrize("launch", [HEADS_WITH_LOG.few, HEADS_WITH_LOG.many], ids=str)
+def test_logs_change_neither_outputs_nor_states_of_a_published_model(
+    launch: DecodeLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "choose_decode", lambda measured, num_sequences: launch)
+    checks.check_any_schedule(NEMOTRON, seed=2)
+
+
+def test_states_that_move_or_end_leave_other_slots_alone() -> None:
+    checks.check_states_that_move_or_end(NEMOTRON)
+
+
+def test_state_without_log_is_written_every_step() -> None:
+    checks.check_a_sequence_without_a_log(NEMOTRON)
