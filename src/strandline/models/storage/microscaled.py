@@ -43,6 +43,9 @@ MAX_WEIGHT: Final = 4096.0
 E8M0_NAN: Final = 255
 """The exponent that stands for no number."""
 
+E4M3_NAN: Final = 0x7F
+"""The code that stands for no number, without its sign."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Suffixes:
@@ -204,6 +207,9 @@ class OpenMicroscaledWeight:
 
         Returns: uint8 codes, the scale of each row and group that has some of the inputs, as published, and a float32
         factor for each row; all on the device.
+
+        Raises:
+            WeightsError: a number in e4m3 is NaN.
         """
         index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         inputs = range(*index[-1].indices(self.shape[-1]))
@@ -213,12 +219,20 @@ class OpenMicroscaledWeight:
         read = (*index[:-1], slice(inputs.start // unit, -(-inputs.stop // unit)))
         code_NK = self.file.get(self.published.codes, read).to(self.device).view(torch.uint8)
         code_NK = (code_NK if scheme.byte_groups is None else code_NK.flatten(-2)).flatten(0, -2)
-        if scheme.bits == 4:
+        if scheme.bits == 8:
+            self._check_numbers(code_NK)
+        else:
             code_NK = torch.stack((code_NK & 15, code_NK >> 4), dim=-1).flatten(-2)[:, first : first + len(inputs)]
         scale_NX = self.scale_NX[index[:-1]][..., inputs.start // group : -(-inputs.stop // group)].to(self.device)
         factor = self.factor[index[:-2]].to(self.device)
         rows = scale_NX.shape[-2]
         return code_NK, scale_NX.flatten(0, -2), factor.flatten().repeat_interleave(rows)
+
+    def _check_numbers(self, code_NK: Tensor) -> None:
+        """Raise WeightsError if a number is NaN: kernels, which shift bits, would take it for 480."""
+        num_rows = max(1, CHUNK_ELEMENTS // max(1, code_NK.shape[1]))
+        if any(bool(((rows & E4M3_NAN) == E4M3_NAN).any()) for rows in code_NK.split(num_rows)):
+            raise WeightsError(f"{self.published.codes} holds a weight that is not a number")
 
     def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         """See ``OpenWeight``; computed in float32, ``CHUNK_ELEMENTS`` at a time."""

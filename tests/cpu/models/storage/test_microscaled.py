@@ -149,6 +149,8 @@ def invert(tensors: Tensors, *, part: str) -> None:
         ),
         ("mxfp8", partial(spoil, part="_scale", byte=255), "k_proj.weight_scale has scales that are not numbers"),
         ("mxfp8", partial(spoil, part="_scale", byte=140), "k_proj.weight_scale makes weights of up to"),
+        ("mxfp8", partial(spoil, part="", byte=0x7F), "k_proj.weight holds a weight that is not a number"),
+        ("mxfp8", partial(spoil, part="", byte=0xFF), "k_proj.weight holds a weight that is not a number"),
         ("mxfp8-inverse", partial(spoil, part="_scale_inv", byte=255), "weight_scale_inv has scales that are not"),
         ("mxfp4", partial(replace, part="", value=torch.zeros(32, 64)), "published twice, as it is and as .*_packed"),
         ("modelopt", partial(replace, part=".input_scale", value=torch.ones(1)), "not known to this architecture"),
