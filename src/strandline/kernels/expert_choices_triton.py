@@ -23,7 +23,7 @@ BLOCK_SUM, WARPS_SUM = 512, 2
 
 
 class ChoicesArgument(NamedTuple):
-    """Choices as one argument of a kernel, beside ``TOP_K``."""
+    """Choices as one argument of a kernel, which also takes ``TOP_K``."""
 
     out_ptr: Tensor
     weights_ptr: Tensor

@@ -66,7 +66,7 @@ def plan_decodes(
     least_programs: int = DECODE_PROGRAMS,
     min_split_blocks: int = 1,
 ) -> DecodePlan:
-    """Return how decodes of at most ``num_blocks`` blocks are divided; fixed launches depend on nothing else.
+    """Return how decodes of at most ``num_blocks`` blocks are divided; if launches are fixed, by that number alone.
 
     Args:
         num_programs: with one split.

@@ -25,8 +25,7 @@ class Tile(NamedTuple):
 
 
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
-"""For all kernels in float32, which do not use the tensor cores, or make little use of them: that is for tests, not for
-speed."""
+"""For float32: for tests, not for speed, as its products make little use of tensor cores."""
 
 
 @triton.jit

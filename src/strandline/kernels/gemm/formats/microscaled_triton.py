@@ -56,7 +56,7 @@ class MicroscaledLayout(NamedTuple):
     codes: int
     """Codes of a word."""
     run: int
-    """Inputs of a run; as many times the planes are those of a span."""
+    """Inputs of a run; a span has one run for each plane."""
     code_exponent: int
     """``CODE_EXPONENTS`` of these."""
     has_exponents: bool

@@ -28,8 +28,8 @@ one: weights are older than any launch of a step. Products of several chunks of 
 by ``add``; their shape is the format's. Dense weights may multiply rows before their norm: ``norm`` is a norm's
 argument and the inverse root of each row's mean square, ``NORM`` its constants (``norm_triton.py``).
 
-``dequantize``, of formats whose ``words`` hold codes (``weights.py``), returns the numbers that a block of
-inputs of rows ``read_N`` stands for, in float32, so that a library can multiply with them::
+``dequantize``, of formats whose ``words`` hold codes (``weights.py``), returns the numbers that a block of inputs of
+rows ``read_N`` stands for, in float32, so that a library can multiply with them::
 
     dequantize(weight, read_N, block, LAYOUT) -> number_NK
 """
