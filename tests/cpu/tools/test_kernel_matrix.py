@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
         pytest.param("sm_89", "qwen3.5-35b-a3b", "*", marks=pytest.mark.long),
         pytest.param("sm_120", "qwen3.5-35b-a3b-fp8", "*", marks=pytest.mark.long),
         pytest.param("sm_86", "nemotron-3-nano-30b-a3b", "*", marks=pytest.mark.long),
+        pytest.param("sm_86", "qwen3.5-35b-a3b-mxfp8", "*", marks=pytest.mark.long),
         pytest.param("sm_120", "glm-5.3-flash-cut", "*", marks=pytest.mark.long),
         pytest.param("sm_120", "inkling-cut", "*", marks=pytest.mark.long),
         pytest.param("sm_120", "qwen4-exp-cut", "*", marks=pytest.mark.long),
