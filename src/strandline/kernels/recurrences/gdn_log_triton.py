@@ -22,7 +22,8 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
     num_layers, _, num_heads, key_dim, value_dim = state_RSHKV.shape
     num_logs, num_key_heads, num_places = memory.key_JGLK.shape[1:4]
     block_v = min(FOLD_BLOCK_V, next_power_of_2(value_dim))
-    _fold_kernel[(cdiv(value_dim, block_v), num_heads * len(slot_N), num_layers)](
+    # In one dimension: others of a launch have 65,535 programs at most, fewer than many sequences have heads.
+    _fold_kernel[(cdiv(value_dim, block_v) * num_heads * len(slot_N), num_layers)](
         state_RSHKV,
         memory.key_JGLK,
         memory.value_JHLV,
@@ -65,10 +66,11 @@ def _fold_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    first_column = tl.program_id(0) * BLOCK_V
-    head = (tl.program_id(1) % H).to(tl.int64)
-    sequence = tl.program_id(1) // H
-    layer = tl.program_id(2).to(tl.int64)
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    first_column = tl.program_id(0) % BLOCKS * BLOCK_V
+    head = (tl.program_id(0) // BLOCKS % H).to(tl.int64)
+    sequence = tl.program_id(0) // (BLOCKS * H)
+    layer = tl.program_id(1).to(tl.int64)
     row_K = tl.arange(0, BLOCK_K)
     column_V = tl.arange(0, BLOCK_V)
     is_row_K = row_K < K

@@ -1,7 +1,9 @@
 """The Triton versions of decode with a log, in Triton's interpreter, against the per-token recurrence."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from random import Random
 
 import pytest
@@ -12,6 +14,7 @@ from tests.cpu.kernels.recurrences.test_gdn_log import LOG_TOKENS, Setting, Shap
 
 pytest.importorskip("triton")
 
+from strandline.kernels.recurrences import gdn_log_triton
 from strandline.kernels.recurrences.gdn_decode_triton import gdn_decode_logged
 from strandline.kernels.recurrences.gdn_log_triton import gdn_fold
 
@@ -22,6 +25,9 @@ pytestmark = [
 ]
 
 TRITON = Setting(gdn_decode_logged, gdn_fold, shape=Shape(1, 2, 8, 24))
+
+MAX_PROGRAMS = 65_535
+"""The limit of CUDA, in every dimension of a launch but the first."""
 
 
 def test_decode_with_log_of_any_length_equals_recurrence() -> None:
@@ -84,3 +90,19 @@ def test_nan_does_not_reach_other_sequences_or_next_log_holder() -> None:
 
 def test_fold_of_several_layers_adds_each_layers_log() -> None:
     checks.check_folds_of_several_layers(TRITON)
+
+
+def test_any_number_of_logs_is_folded_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = list[tuple[int, ...]]()
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(gdn_log_triton, "_fold_kernel", Recorder())
+    state_RSHKV, logs_N = torch.empty(3, 2, 256, 8, 40, device="meta"), torch.ones(4096, dtype=torch.int64)
+    gdn_fold(state_RSHKV, checks.on_device(checks.make_logs(Shape(1, 256, 8, 40), 3), "meta"), logs_N, logs_N, logs_N)
+    [grid] = grids
+    assert prod(grid) == 3 * 4096 * 256 * 2
+    assert max(grid[1:]) <= MAX_PROGRAMS
