@@ -65,6 +65,14 @@ def broken_links(page: Path, text: str) -> list[str]:
     return [target for target in links(text) if not leads_somewhere(page, target)]
 
 
+def missing_modules(text: str) -> list[str]:
+    """Return the files of Python that a page names in code and that are nowhere, a superseded decision's left out."""
+    if re.search(r"^Status: superseded", text, flags=re.MULTILINE):
+        return []
+    named = re.findall(r"`([a-z][\w/]*\.py)`", text)
+    return [name for name in named if not any(f"/{known}".endswith(f"/{name}") for known in TEXTS)]
+
+
 def wrapped_commands(text: str) -> list[str]:
     """Return lines of a Markdown page with a command that was wrapped as prose: continued, and outside of code."""
     prose = re.sub(r"^(```|~~~).*?^\1|^ {4}[^\n]*$|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -238,6 +246,13 @@ def test_relative_links_lead_somewhere() -> None:
     assert {name: targets for name, targets in found.items() if targets} == {}
 
 
+def test_pages_name_modules_that_exist() -> None:
+    pages = {name: text for name, text in TEXTS.items() if name.endswith(".md")}
+    current = {name: text for name, text in pages.items() if not name.startswith(("CHANGELOG", "benchmarks/results/"))}
+    found = {name: missing_modules(text) for name, text in current.items()}
+    assert {name: modules for name, modules in found.items() if modules} == {}
+
+
 def test_commands_can_be_copied() -> None:
     found = {name: wrapped_commands(text) for name, text in TEXTS.items() if name.endswith(".md")}
     assert {name: lines for name, lines in found.items() if lines} == {}
@@ -315,6 +330,11 @@ def test_a_broken_link_is_found(text: str) -> None:
 )
 def test_a_sound_link_is_let_pass(text: str) -> None:
     assert broken_links(ROOT / "README.md", text) == []
+
+
+def test_a_missing_module_is_found() -> None:
+    assert missing_modules("`none.py`, `cache/none.py`, `core.py`, `cache/core.py`") == ["none.py", "cache/none.py"]
+    assert missing_modules("Status: superseded by another.\n\n`none.py`") == []
 
 
 def test_a_wrapped_command_is_found() -> None:
