@@ -20,7 +20,7 @@ from torch import Tensor
 from strandline.device.batches.adapter_tiles import HostTiles
 from strandline.device.batches.picture_rows import place_pictures
 from strandline.device.hardware.upload import upload_groups
-from strandline.ids import NULL_SLOT
+from strandline.ids import NO_TOKEN, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
@@ -217,14 +217,13 @@ def build_host_batch(
     """
     columns_FN = np.zeros((NUM_PLANNED + 2, len(sequences)), dtype=np.int64)
     columns_FN[:NUM_PLANNED] = np.array(list(map(PLANNED_FIELDS, sequences)), dtype=np.int64).T
-    stop_ids = np.zeros((len(sequences), MAX_STOP_IDS), dtype=np.int64) if pending_rows is None else pending_rows[1]
+    source_row, stop_ids = pending_rows or (0, np.full((len(sequences), MAX_STOP_IDS), NO_TOKEN))
     columns: SequenceColumns[np.ndarray] = SequenceColumns(*[*columns_FN, stop_ids])
+    columns.source_row[:] = source_row
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(columns.end - columns.start, out=query_starts[1:])
     offsets = place_pictures(sequences, columns.rotary_delta)
     columns.last_row[:] = query_starts[1:] - 1
-    if pending_rows is not None:
-        columns.source_row[:] = pending_rows[0]
     if query_starts[-1] == len(sequences):
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
     else:
