@@ -9,8 +9,8 @@ A step either appends its token to the log or folds log and token together, so t
 that another one writes. ``LogBatch.num_folded_N`` selects which; a sequence must fold if its log is full or the null
 log, or if its state moves to another slot.
 
-Invariants: entries past the end of a log that is not empty are zeros (backends do not read them); a sequence without a
-``dst``, because it has ended, changes neither state nor log.
+Invariants: a sequence without a ``dst``, because it has ended, changes neither state nor log. What this module reads of
+a log at once has zeros past its end; no other version reads there, nor do folds.
 
 Shape suffixes: N sequences, X two rows per token (key, query), G key heads, H value heads (a multiple of G), K key
 channels, V value channels, S slots, J logs, L places of a log, R layers.
