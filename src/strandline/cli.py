@@ -264,7 +264,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="fraction of GPU memory to use without --memory (default: %(default)s)",
     )
-    add("--dequantize", action="store_true", help="convert weights in FP8, FP4 or 4 bits to --dtype as they load")
+    add("--dequantize", action="store_true", help="convert quantised weights to --dtype as they load")
     _add_lora_flags(add)
     add("--enforce-eager", action="store_true", help="disable CUDA graphs")
     add(

@@ -169,7 +169,7 @@ class EngineConfig:
     allowed_local_media_path: str | None = None
     """Directory whose files requests may name as pictures; None: no files."""
     dequantize: bool = False
-    """Convert weights published in FP8, FP4 or 4 bits to ``dtype`` as they load, also on GPUs."""
+    """Convert weights that are published quantised to ``dtype`` as they load, also on GPUs."""
     merge_lora: str | Mapping[str, Any] | None = None
     """A LoRA adapter to add to the weights as they load, as ``name=path`` or a mapping; None: none."""
     enable_lora: bool = False

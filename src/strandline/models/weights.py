@@ -63,7 +63,7 @@ class WeightsReport:
 
     num_tensors: int = 0
     num_quantized: int = 0
-    """Weights that are published in FP8 or 4 bits, and used here; they were dequantised but for those ``kept``."""
+    """Weights that are published quantised, and used here; they were dequantised but for those ``kept``."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of tensors that were recognised and skipped, by what they belong to (``published_names.py``)."""
     kept: Mapping[str, int] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def load_model(
         with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
         kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
-        keeps_quantized: leave weights that are published in FP8 or 4 bits so where kernels take them; else all are
+        keeps_quantized: leave weights that are published quantised so where kernels take them; else all are
             dequantised.
         pictures: load the vision tower, too, which encodes pictures prepared in this way; None: the model serves text.
         adapter: is merged into the weights; those that it changes are dequantised.

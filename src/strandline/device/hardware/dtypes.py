@@ -103,7 +103,7 @@ def choose_kv_cache_dtype(config: EngineConfig, device: torch.device) -> str | N
 
 @dataclass(frozen=True, slots=True)
 class StorageChoice:
-    """Whether weights that are published in FP8 or 4 bits stay so, and a line for the user where there are any."""
+    """Whether weights that are published quantised stay so, and a line for the user where there are any."""
 
     keeps_quantized: bool
     note: str | None = None

@@ -1,4 +1,4 @@
-"""Weights as matrix products take them: as loaded, laid out for a CPU's library, or kept in float16, FP8 or 4 bits.
+"""Weights as matrix products take them: as loaded, laid out for a CPU's library, or kept in float16 or quantised.
 
 In bfloat16 oneDNN lays an ordinary weight out anew in every call, which costs up to half the time of a small batch. In
 float32 MKL multiplies a few rows up to 2.8 times as fast with a weight whose inputs, not outputs, lie apart
