@@ -42,7 +42,8 @@ DISK_CACHE_SIZE: Final = "100GiB"
 """The size of a disk cache that is given none."""
 OBJECT_STORE_SIZE: Final = "1TiB"
 """As much of an object store as an engine uses that is given no size."""
-OBJECT_STORE_URL: Final = re.compile(r"s3://([^/]+)/*(.*?)/*")
+_SEGMENT: Final = r"(?!\.{1,2}(?:/|$))[^/\x00-\x1f\x7f]+"
+OBJECT_STORE_URL: Final = re.compile(rf"s3://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/+(?:({_SEGMENT}(?:/{_SEGMENT})*)/*)?)?")
 """A bucket, and what the names of the objects in it begin with."""
 REMEMBERED_ANSWERS: Final = "64MiB"
 """The memory for the tokens of answers, unless another is given."""

@@ -18,6 +18,10 @@ from strandline.errors import ConfigError
 
 ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables that may name the server, the first one that is set."""
+ENDPOINT: Final = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[!-~]*)?")
+"""The client does not report what else it cannot use: it panics."""
+OUT_OF_RANGE: Final = "416 Range Not Satisfiable"
+"""Error of reads that begin at the end of an object or after it."""
 CONNECT_S: Final = 5
 REQUEST_S: Final = 15
 """A request may take so long, of at most a part of 8 MiB."""
@@ -63,7 +67,7 @@ class Bucket:
                 "--object-store needs the package obstore; install it with: pip install 'strandline[s3]'"
             ) from None
         self._obstore, self._error = obstore, exceptions.BaseError
-        endpoint = next(filter(None, map(os.environ.get, ENDPOINTS)), None)
+        endpoint = _endpoint(url)
         try:
             self._store = store.S3Store(
                 name,
@@ -98,7 +102,7 @@ class Bucket:
             raise OSError(_cause(error)) from error
 
     async def read(self, name: str, start: int, end: int) -> tuple[bytes | memoryview, int]:
-        """Return bytes of an object, as many of ``[start, end)`` as it has, and its size. In the loop.
+        """Return bytes of an object, as many of ``[start, end)`` as it has, and its size; of none, 0. In the loop.
 
         Raises:
             FileNotFoundError: there is no such object.
@@ -110,6 +114,8 @@ class Bucket:
         except FileNotFoundError:
             raise FileNotFoundError(f"{name} is gone") from None
         except self._error as error:
+            if OUT_OF_RANGE in str(error):
+                return b"", 0
             raise OSError(_cause(error)) from error
 
     def write(self, name: str, data: bytes | bytearray) -> None:
@@ -150,6 +156,26 @@ class Bucket:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _endpoint(url: str) -> str | None:
+    """Return the URL of the server; None: it is Amazon's.
+
+    Args:
+        url: that of the object store, for errors.
+
+    Raises:
+        ConfigError: an environment variable has no URL.
+    """
+    for variable in ENDPOINTS:
+        if endpoint := os.environ.get(variable):
+            if ENDPOINT.fullmatch(endpoint) is None:
+                raise ConfigError(
+                    f"--object-store {url} cannot be used: the environment variable {variable} must be a URL such as "
+                    f"http://127.0.0.1:9000, got {endpoint!r}"
+                )
+            return endpoint
+    return None
 
 
 async def _cancel_all() -> None:

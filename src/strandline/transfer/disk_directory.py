@@ -44,7 +44,7 @@ from strandline.transfer.disk_files import (
 )
 from strandline.transfer.stored_files import (
     BLOCKS,
-    SNAPSHOT,
+    FILE_NAME,
     FileContents,
     FilePart,
     Found,
@@ -61,7 +61,7 @@ LOGGER: Final = logging.getLogger("strandline.disk_cache")
 LOCK: Final = "lock"
 KEY: Final = "key"
 KEY_BYTES: Final = 32
-NAME: Final = re.compile(rf"[0-9a-f]{{32}}\.({BLOCKS}|{SNAPSHOT})(\.tmp)?")
+NAME: Final = re.compile(rf"{FILE_NAME.pattern}(\.tmp)?")
 """Names of the files that hold blocks and snapshots."""
 RANK: Final = re.compile(r"rank-([1-9]\d*)")
 """Names of the directories of ranks after the first."""

@@ -103,7 +103,7 @@ def decode_header(data: bytes, file_bytes: int, read_more: Callable[[int], bytes
     except StructError:
         raise DamagedFileError("it is too short for a header") from None
     if magic != MAGIC:
-        raise DamagedFileError("it does not begin as files of a disk cache do")
+        raise DamagedFileError("it does not begin as files of caches do")
     if version != FORMAT:
         raise DamagedFileError(f"it has format {version}, this version writes {FORMAT}")
     end = PREFIX.size + num_description + num_tokens + ITEM.size * num_items

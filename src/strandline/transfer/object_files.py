@@ -4,16 +4,19 @@ Each layout has a folder of its own, so that models share a bucket, and each ran
 file is named by what it is computed from, so that engines which store the same write the same name: the second one
 finds the file and writes nothing. No file is changed or removed here. A bucket's own rules expire what is old.
 
-Headers are read when a file is first read. Where one does not fit what follows, another engine has replaced the file
-with its own result for the same tokens meanwhile, and the header is read once more.
+Headers are read when a file is first read, and must be of the content that the file is named by. Where one does not
+fit what follows, another engine has replaced the file with its own result for the same tokens meanwhile, and the header
+is read once more.
 """
 
 import asyncio
 import json
 import logging
+from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b, sha256
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +27,7 @@ from strandline.transfer.bucket import Bucket, ObjectInfo
 from strandline.transfer.checksum import Buffer, Checksum, checksum
 from strandline.transfer.disk_files import FIRST_READ_BYTES, DamagedFileError, Header, decode_header, encode_header
 from strandline.transfer.stored_files import (
+    FILE_NAME,
     FileContents,
     FilePart,
     LostItemsError,
@@ -38,7 +42,8 @@ SALT_KEY: Final = b"strandline object store"
 LAYOUT: Final = "layout.json"
 """Says what the files of a folder are of."""
 MAX_READS: Final = 16
-"""Most reads of one load at a time: a server sends a single one at a small part of what it can send."""
+"""Most reads of one load at a time: a server sends a single one at a small part of what it can send. So much of a load
+is in memory at most, in pieces of ``PIECE_BYTES``, or in snapshots."""
 
 
 class ObjectFiles:
@@ -67,6 +72,8 @@ class ObjectFiles:
         self._layout = json.dumps(dict(layout), sort_keys=True, indent=1).encode()
         self.folder = sha256(self._layout).hexdigest()[:32]
         self.title = f"object store {url}"
+        self._damaged = set[str]()
+        """Names of files whose items are not what their headers say, to be written again."""
 
     def require_access(self) -> None:
         """Write what the folder is of, unless it is there.
@@ -81,31 +88,39 @@ class ObjectFiles:
             self._bucket.write(name, self._layout)
 
     def list(self) -> list[ObjectInfo]:
-        """Return all files.
+        """Return all files; what else lies in the folder is ignored.
 
         Raises:
             OSError: the server does not answer, or refuses.
         """
-        return [each for each in self._bucket.list(self.folder) if each.name != LAYOUT]
+        return [each for each in self._bucket.list(self.folder) if FILE_NAME.fullmatch(each.name)]
 
-    def headers(self, names: Sequence[str]) -> Iterator[Header | None]:
-        """Yield the header of each file; None: it is gone, or of no use.
+    def headers(self, names: Sequence[str]) -> Iterator[Header | OSError | None]:
+        """Yield the header of each file, or the error that prevents reading it now; None: it is gone, or of no use.
 
-        Raises:
-            OSError: the server does not answer, or refuses.
+        If ``MAX_READS`` files in turn cannot be read, the server does not answer or refuses, and no more are read.
         """
 
-        async def read(name: str) -> Header | None:
+        async def read(name: str) -> Header | OSError | None:
             try:
                 return await self._read_header(name)
             except FileNotFoundError:
                 return None
+            except OSError as error:
+                return error
             except DamagedFileError as error:
                 LOGGER.warning("%s of the %s is not used: %s", name, self.title, error)
                 return None
 
         for start in range(0, len(names), MAX_READS):
-            yield from self._bucket.run(_gathered([read(name) for name in names[start : start + MAX_READS]]))
+            some = names[start : start + MAX_READS]
+            try:
+                headers = self._bucket.run(_gathered([read(name) for name in some]))
+            except OSError as error:
+                headers = [error] * len(some)
+            yield from headers
+            if len(some) == MAX_READS and all(isinstance(header, OSError) for header in headers):
+                return
 
     def new_file(self, path: StoredPath, blocks: StoredBlocks | None, sizes: tuple[int, ...]) -> StoredFile:
         """Return the file, not written yet, of some of a path's blocks; None: of its snapshot.
@@ -114,12 +129,10 @@ class ObjectFiles:
             sizes: those of its items.
         """
         header = self._contents.new_header(path, blocks, sizes)
-        kind, tree, before = (header.description[each] for each in ("kind", "tree", "before"))
-        content = blake2b(b"\0".join((tree.encode(), before.encode(), header.tokens)), digest_size=16)
-        return StoredFile(f"{content.hexdigest()}.{kind}", len(sizes), header)
+        return StoredFile(_name_of(header), len(sizes), header)
 
     def write(self, file: StoredFile, items: Iterable[Iterable[Buffer]]) -> None:
-        """Write a new file, unless another engine has.
+        """Write a new file, unless another engine has, and it has not been found damaged.
 
         Args:
             items: the bytes of each, in pieces.
@@ -132,7 +145,7 @@ class ObjectFiles:
             raise DamagedFileError(f"{file.name} has no header")
         with suppress(FileNotFoundError, DamagedFileError):
             there = self._bucket.run(self._read_header(file.name))
-            if there.sizes == header.sizes:
+            if there.sizes == header.sizes and file.name not in self._damaged:
                 file.header = there._replace(tokens=b"")
                 return
         data, checksums, end = bytearray(header.start + sum(header.sizes)), list[int](), header.start
@@ -148,6 +161,7 @@ class ObjectFiles:
         data[: len(encoded)] = encoded
         self._bucket.write(f"{self.folder}/{file.name}", data)
         file.header = header._replace(tokens=b"")
+        self._damaged.discard(file.name)
 
     def read(self, parts: Sequence[FilePart], deadline_s: float) -> Iterator[memoryview]:
         """Yield the bytes of each part, checked, one after the other.
@@ -156,21 +170,19 @@ class ObjectFiles:
             LostItemsError: items of the next part are gone or damaged.
             OSError: they cannot be read now, or the deadline has passed.
         """
-        limit = asyncio.Semaphore(MAX_READS)
         locks = {part.file: asyncio.Lock() for part in parts}
-
-        async def read(part: FilePart) -> memoryview:
-            async with limit:
-                return await self._read_part(part, locks[part.file])
-
-        waiting = [self._bucket.begin(read(part)) for part in parts]
+        futures = (self._bucket.begin(self._read_part(part, locks[part.file])) for part in parts)
+        waiting = deque(islice(futures, MAX_READS))
         try:
-            for future in waiting:
+            while waiting:
                 left_s = deadline_s - SYSTEM_CLOCK()
                 try:
-                    yield future.result(None if left_s == float("inf") else max(left_s, 0.0))
+                    data = waiting[0].result(None if left_s == float("inf") else max(left_s, 0.0))
                 except TimeoutError:
                     raise TimeoutError("computing takes less time") from None
+                waiting.popleft()
+                waiting.extend(islice(futures, 1))
+                yield data
         finally:
             for future in waiting:
                 future.cancel()
@@ -188,7 +200,9 @@ class ObjectFiles:
                 if not was_known:
                     raise
             file.header = header = (await self._read_header(file.name))._replace(tokens=b"")
-            return await self._read_items(part, header)
+            data = await self._read_items(part, header)
+            self._damaged.discard(file.name)
+            return data
         except FileNotFoundError:
             raise LostItemsError(f"{file.name} is gone", range(len(file.is_live))) from None
         except DamagedFileError as error:
@@ -207,6 +221,7 @@ class ObjectFiles:
             for item in items:
                 targets[item][:] = read[offsets[item] - start : offsets[item + 1] - start]
                 if checksum(targets[item]) != header.checksums[item]:
+                    self._damaged.add(file.name)
                     raise LostItemsError(f"{file.name}: a checksum is wrong", [item])
         return data
 
@@ -235,6 +250,8 @@ class ObjectFiles:
             more, _ = await self._bucket.read(path, len(data), len(data) + wanted[0])
             header = decode_header(data + bytes(more), file_bytes, read_more)
         self._contents.require_same(header)
+        if _name_of(header) != name:
+            raise DamagedFileError("it has the content of another file")
         return self._contents.whole_part(header, file_bytes)
 
     def shrink(self, file: StoredFile) -> None:
@@ -248,7 +265,14 @@ class ObjectFiles:
         self._bucket.close()
 
 
-async def _gathered(reads: Sequence[Coroutine[Any, Any, Header | None]]) -> list[Header | None]:
+def _name_of(header: Header) -> str:
+    """Return the name of a file: what it is computed from, as a hash."""
+    kind, tree, before = (header.description[each] for each in ("kind", "tree", "before"))
+    content = blake2b(b"\0".join((tree.encode(), before.encode(), header.tokens)), digest_size=16)
+    return f"{content.hexdigest()}.{kind}"
+
+
+async def _gathered(reads: Sequence[Coroutine[Any, Any, Header | OSError | None]]) -> list[Header | OSError | None]:
     """Return what several reads return, which run at the same time."""
     return await asyncio.gather(*reads)
 

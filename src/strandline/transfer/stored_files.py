@@ -4,19 +4,33 @@ Files are kept in a directory (``disk_directory.py``) or in a bucket (``object_f
 (``disk_files.py``).
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
-from strandline.records.tokens import BLOCK_KEY_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.transfer.disk_files import DamagedFileError, Header, new_header
 from strandline.transfer.layout import differences
 
 BLOCKS: Final = "blocks"
 SNAPSHOT: Final = "snapshot"
+FILE_NAME: Final = re.compile(rf"[0-9a-f]{{32}}\.({BLOCKS}|{SNAPSHOT})")
+"""Names of files that are whole."""
+FIELDS: Final[Mapping[str, type]] = {
+    "layout": dict,
+    "key": str,
+    "kind": str,
+    "tree": str,
+    "before": str,
+    "snapshot": str,
+    "interarrival_bin": int,
+    "is_shared": bool,
+}
+"""What descriptions say."""
 PIECE_BYTES: Final = 8 * 2**20
 """At most this many bytes of blocks are read at a time."""
 
@@ -129,6 +143,7 @@ class FileContents(NamedTuple):
     def require_same(self, header: Header) -> None:
         """Raise ``DamagedFileError`` if a file is another model's or its key is gone; the message is the reason."""
         description = header.description
+        _require_fields(description)
         if description["layout"] != self.layout:
             what = differences(self.layout, description["layout"])
             raise DamagedFileError(f"they are another model's, or were computed in another way ({what})")
@@ -149,13 +164,27 @@ class FileContents(NamedTuple):
                 checksums=header.checksums[:num_items],
             )
             is_whole = num_items > 0 and header.sizes == (self.block_bytes,) * num_items
+            is_whole &= len(header.tokens) == num_items * BLOCK_KEY_BYTES
         else:
             tail_sizes = (self.block_bytes,) * (len(header.tokens) > 0)
             is_whole = any(header.sizes == (size, *tail_sizes) for size in self.snapshot_sizes)
-            is_whole &= num_items == len(header.sizes) and len(header.tokens) < BLOCK_KEY_BYTES
+            is_whole &= num_items == len(header.sizes) and len(header.tokens) in range(0, BLOCK_KEY_BYTES, TOKEN_BYTES)
         if not is_whole:
             raise DamagedFileError("they are torn")
         return header
+
+
+def _require_fields(description: Mapping[str, Any]) -> None:
+    """Raise ``DamagedFileError`` if a description does not say what this version writes."""
+    try:
+        is_known = all(isinstance(description[name], kind) for name, kind in FIELDS.items())
+        is_known &= description["kind"] in (BLOCKS, SNAPSHOT)
+        bytes.fromhex(description["before"])
+        SnapshotKind(description["snapshot"])
+    except (KeyError, TypeError, ValueError):
+        is_known = False
+    if not is_known:
+        raise DamagedFileError("their headers do not say what this version writes")
 
 
 def kept_of(header: Header, addresses: Sequence[int], idle_s: float) -> KeptBlocks | KeptSnapshot:

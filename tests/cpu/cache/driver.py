@@ -13,16 +13,19 @@ from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import CacheSize, WindowClass
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
+from strandline.cache.tiers.adoption import FoundPath
 from strandline.cache.tiers.loads import EndedLoad
-from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, RequestId, TransferId
 from strandline.records.account import Account, Miss, Reason, SnapshotKind
-from strandline.records.actions import Completion
+from strandline.records.actions import Completion, StoredBlocks, StoredPath
 from strandline.records.kept import NOTHING, Kept
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import TokenBuffer, decode
 from strandline.specs import SnapshotSize, WindowSize
 from tests.cpu.cache.device import Device, Tokens
 
+OTHERS = 2**48
+"""Addresses of what other engines have stored begin here."""
 LOG_TOKENS = 3
 """Tokens in a full log."""
 
@@ -208,6 +211,34 @@ class Driver:
         check(self.cache)
         self.flush()
         return True
+
+    def adopt(self, tokens: Sequence[int], salt: str = "", idle_s: float = 0.0) -> None:
+        """Enter a prompt that another engine has stored in the last tier, with a snapshot at its end."""
+        tier, num_whole = self.loads.tiers[-1], len(tokens) // BLOCK_TOKENS
+        cut = range(0, num_whole * BLOCK_TOKENS, BLOCK_TOKENS)
+        blocks = StoredBlocks(0, tuple(self._found(tokens[start : start + BLOCK_TOKENS]) for start in cut))
+        tail = tokens[num_whole * BLOCK_TOKENS :]
+        path = StoredPath(
+            tier.tree.name(salt),
+            bytes(TokenBuffer(tokens).data),
+            blocks,
+            self._found(tokens, is_state=True) if tier.has_snapshots else NO_ADDRESS,
+            self._found(tail) if tail else NO_ADDRESS,
+            SnapshotKind.PROMPT_END,
+            0,
+            is_shared=False,
+        )
+        self.loads.adopt(tier.store, (), [FoundPath(path, idle_s)])
+        check(self.cache)
+        self.flush()
+
+    def _found(self, tokens: Sequence[int], *, is_state: bool = False) -> int:
+        """Return the address of a block or a state that another engine has stored."""
+        address = max(OTHERS, *self.device.stored, 0) + 1
+        self.device.stored[address] = tuple(tokens)
+        if is_state:
+            self.device.put_windows(address, tokens)
+        return address
 
     def serve(
         self, prompt: Iterable[int], generated: Iterable[int] = (), *, salt: str = "", chunk: int = 10**6

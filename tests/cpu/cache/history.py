@@ -305,6 +305,17 @@ class History:
             assert account.hit == (self.rule.last(len(lease.tokens)) if self.rule.needs_snapshots else account.hit)
         assert not lease.is_active
 
+    def adopt(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str, idle_s: float = 0.0) -> None:
+        """Find that another engine has stored a prompt that begins like an earlier one in the last tier."""
+        tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
+        tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
+        if not self.rule.needs_slots:
+            tokens = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
+        self.prompts.append(tuple(tokens) or (1,))
+        if tokens:
+            self.driver.adopt(tokens, salt, idle_s)
+            self._is_flushed = True
+
     def end_spill(self, index: int, *, is_done: bool) -> None:
         """End a spill, whichever began first."""
         self._is_flushed |= self.driver.end_spill(index, is_done=is_done)

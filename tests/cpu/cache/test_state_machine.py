@@ -200,6 +200,17 @@ class TieredCacheMachine(LoadingCacheMachine):
         self.history.end_spill(index, is_done=is_done)
 
     @precondition(lambda self: self.history.loads.spills)
+    @rule(
+        base=st.integers(0, 30),
+        kept=st.sampled_from(KEPT[::-1]),
+        seed=st.integers(0, 3),
+        num_more=st.sampled_from(LENGTHS),
+        salt=st.sampled_from(["", "", "other"]),
+    )
+    def adopt(self, base: int, kept: int, seed: int, num_more: int, salt: str) -> None:
+        self.history.adopt(base, kept, seed, num_more, salt)
+
+    @precondition(lambda self: self.history.loads.spills)
     @rule()
     def flush(self) -> None:
         self.history.flush()
@@ -328,6 +339,15 @@ def check_long_history_with_tiers(history: History, seed: str) -> None:
             history.take(choose.randrange(num_blocks), 0, "blocks first")
         elif event < 0.45 and len(tiers) > 1:
             history.end_spill(choose.randrange(4), is_done=choose.random() < 0.8)
+        elif event < 0.49 and len(tiers) > 1:
+            history.adopt(
+                choose.randrange(30),
+                choose.choice(KEPT),
+                choose.randrange(4),
+                choose.choice(LENGTHS),
+                choose.choice(["", "", "other"]),
+                choose.choice([0.0, 100.0]),
+            )
         else:
             random_event(history, choose)
         history.check()

@@ -12,7 +12,8 @@ from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.tokens import encode
 from strandline.transfer.bucket import Bucket
-from strandline.transfer.object_files import LAYOUT, ObjectFiles
+from strandline.transfer.disk_files import encode_header, new_header
+from strandline.transfer.object_files import LAYOUT, MAX_READS, ObjectFiles
 from strandline.transfer.stored_files import FilePart, LostItemsError, StoredFile
 
 BLOCK_BYTES, SLOT_BYTES = 512, 3000
@@ -136,10 +137,69 @@ def test_the_folder_says_what_it_is_of(files: ObjectFiles, store_url: str) -> No
     bucket.close()
 
 
-@pytest.mark.parametrize("url", ["bucket/prefix", "s3://", "https://bucket"])
+def test_damaged_files_are_written_again(files: ObjectFiles, store_url: str) -> None:
+    blocks, _ = write(files)
+    bucket = Bucket(store_url)
+    name = f"{files.folder}/{blocks.name}"
+    data, _ = bucket.run(bucket.read(name, 0, 10**6))
+    damaged = bytearray(data)
+    damaged[-1] ^= 1
+    bucket.write(name, damaged)
+    bucket.close()
+    with pytest.raises(LostItemsError):
+        read(files, blocks, BLOCK_BYTES, BLOCK_BYTES)
+    write(files)
+    assert read(files, blocks, BLOCK_BYTES, BLOCK_BYTES) == content(BLOCK_BYTES, 0) + content(BLOCK_BYTES, 1)
+
+
+def test_foreign_objects_are_not_used(files: ObjectFiles, store_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    blocks, _ = write(files)
+    bucket = Bucket(store_url)
+    whole, _ = bucket.run(bucket.read(f"{files.folder}/{blocks.name}", 0, 10**6))
+    without_layout = encode_header(new_header({"kind": "blocks"}, b"", (1,)))
+    not_described = encode_header(new_header([], b"", (1,)))  # type: ignore[arg-type]
+    names = []
+    for number, data in enumerate(
+        (bytes(whole), b"", b"text", without_layout + bytes(9000), not_described + bytes(9000))
+    ):
+        names.append(f"{number:032x}.blocks")
+        bucket.write(f"{files.folder}/{names[-1]}", data)
+    bucket.write(f"{files.folder}/README", b"of another user")
+    bucket.close()
+    assert {each.name for each in files.list()} - {*names} == {each.name for each in write(files)}
+    assert list(files.headers(names)) == [None] * len(names)
+    for name in names:
+        with pytest.raises(LostItemsError):
+            read(files, StoredFile(name, 2), BLOCK_BYTES, BLOCK_BYTES)
+    assert "it has the content of another file" in caplog.text
+    assert "do not say what this version writes" in caplog.text
+
+
+def test_few_parts_of_a_load_are_in_memory_at_once(files: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    async def read_part(_: ObjectFiles, part: FilePart, *__: object) -> memoryview:
+        begun.append(part)
+        return memoryview(b"")
+
+    monkeypatch.setattr(ObjectFiles, "_read_part", read_part)
+    parts = [FilePart(StoredFile(str(number), 1), (0,), (1,)) for number in range(50)]
+    for number, _ in enumerate(files.read(parts, NEVER), 1):
+        assert len(begun) <= number + MAX_READS
+    assert number == 50
+
+
+@pytest.mark.parametrize("url", ["bucket/prefix", "s3://", "https://bucket", "s3://a b", "s3://b/c//d", "s3://b/../c"])
 def test_wrong_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="must be s3://BUCKET"):
         Bucket(url)
+
+
+@pytest.mark.parametrize("endpoint", ["minio:9000", "http://", "http://host:port", "http://a b"])
+def test_wrong_endpoints_are_refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ConfigError, match="environment variable AWS_ENDPOINT_URL must be a URL such as http"):
+        Bucket("s3://bucket")
 
 
 def test_errors_have_the_words_of_the_server(store_url: str) -> None:

@@ -28,10 +28,11 @@ REFRESH_S: Final = 10.0
 """Time from one listing to the next, at least: a request for every thousand files."""
 MAX_SHARE: Final = 0.25
 """Share of the thread's time that listings may take: the next one of a large store comes later."""
+USED: Final = float("inf")
 CLOSE_S: Final = 1.0
 """A listing that takes longer ends with the process."""
 LOG_EVERY_S: Final = 60.0
-"""Minimum interval between log messages about failed listings."""
+"""Minimum interval between log messages about failed listings and reads."""
 FIRST_ADDRESS: Final = 2**48
 """Addresses of what is found begin here; the numbers of what the engine stores itself stay below."""
 MAX_PATHS: Final = 8
@@ -60,7 +61,11 @@ class ObjectCatalog:
     def __init__(self, files: ObjectFiles, *, has_snapshots: bool) -> None:
         self._files = files
         self._known = KnownPaths(has_snapshots=has_snapshots)
-        self._seen = set[str]()
+        self._seen = dict[str, float]()
+        """By name of each file: what is of no use, when it was written; else ``USED``."""
+        self._unread = dict[str, int]()
+        """By name of each file that could not be read: the number of the attempt. Others come first."""
+        self._attempts = count()
         self._addresses = count(FIRST_ADDRESS)
         self._found: SimpleQueue[Discovery] = SimpleQueue()
         self._is_closed = Event()
@@ -70,18 +75,26 @@ class ObjectCatalog:
         self._thread.start()
 
     def refresh(self) -> None:
-        """Look for files that were not there before.
+        """Look for files that were not there before; those that cannot be read now are found by a later call.
 
         Raises:
-            OSError: the server does not answer, or refuses.
+            OSError: the server does not answer, or refuses a listing.
         """
         modified_s = {each.name: each.modified_s for each in self._files.list()}
-        # A file that has expired is found again if it is written again.
-        self._seen &= modified_s.keys()
-        names = sorted(modified_s.keys() - self._seen)
+        # A file that has expired, or is of no use, is found again if it is written again.
+        self._seen = {name: seen for name, seen in self._seen.items() if name in modified_s}
+        names = [name for name, written_s in modified_s.items() if self._seen.get(name) not in (USED, written_s)]
+        names.sort(key=lambda name: (self._unread.get(name, -1), name))
+        self._unread = {name: self._unread[name] for name in names if name in self._unread}
         files, kept, now_s = list[FoundFile](), list[KeptBlocks | KeptSnapshot](), time.time()
-        for name, header in zip(names, self._files.headers(names), strict=True):
-            self._seen.add(name)
+        error: OSError | None = None
+        for name, header in zip(names, self._files.headers(names), strict=False):
+            if isinstance(header, OSError):
+                error = header
+                self._unread[name] = next(self._attempts)
+                continue
+            self._unread.pop(name, None)
+            self._seen[name] = USED if header is not None else modified_s[name]
             if header is not None:
                 addresses = [next(self._addresses) for _ in header.sizes]
                 files.append(FoundFile(name, addresses[0], len(addresses)))
@@ -90,6 +103,8 @@ class ObjectCatalog:
             paths = self._known.add(joined(kept))
             for start in range(0, max(len(paths), 1), MAX_PATHS):
                 self._found.put(Discovery(() if start else tuple(files), paths[start : start + MAX_PATHS]))
+        if error is not None:
+            self._warn("some files of the %s could not be read; they are found later: %s", error)
 
     def _run(self) -> None:
         wait_s = REFRESH_S
@@ -98,11 +113,17 @@ class ObjectCatalog:
             try:
                 self.refresh()
             except OSError as error:
-                if SYSTEM_CLOCK() >= self._logged_s + LOG_EVERY_S:
-                    self._logged_s = SYSTEM_CLOCK()
-                    text = "the %s could not be listed; what other engines store is found later: %s"
-                    LOGGER.warning(text, self._files.title, cause_of(error))
+                self._warn("the %s could not be listed; what other engines store is found later: %s", error)
+            except Exception:
+                # The edge of the thread: it goes on.
+                LOGGER.exception("what is in the %s could not be found", self._files.title)
             wait_s = max(REFRESH_S, (SYSTEM_CLOCK() - start_s) / MAX_SHARE)
+
+    def _warn(self, text: str, error: OSError) -> None:
+        """Log why something of the store is not found, but seldom."""
+        if SYSTEM_CLOCK() >= self._logged_s + LOG_EVERY_S:
+            self._logged_s = SYSTEM_CLOCK()
+            LOGGER.warning(text, self._files.title, cause_of(error))
 
     def take(self) -> Discovery | None:
         """Return something that was found and has not been taken; None: nothing."""
