@@ -5,13 +5,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
 
 import pytest
 import torch
 
 from strandline.device.stores.arena_copies import ArenaCopies
-from strandline.device.stores.file_store import DISK_STORE, FileStore
+from strandline.device.stores.file_store import DISK_STORE, MAX_STORES, FileStore
 from strandline.device.stores.host_store import HOST_STORE, HostStore
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import BlockId, SlotId, TransferId
@@ -160,6 +161,28 @@ def test_a_full_disk_pauses_stores(
     assert scene.store(40).is_done
     assert scene.load().is_done
     assert scene.load(40).is_done
+
+
+def test_stores_that_wait_are_not_tried_in_a_pause(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, may_fail = [], Event()
+
+    def fail(*_: object) -> None:
+        tries.append(1)
+        assert may_fail.wait(60.0)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileStore, "_write", fail)
+    path = StoredPath("t", DATA, None, 10, 11, SnapshotKind.MARK, 0, is_shared=False)
+    numbers = range(2, 2 + 2 * MAX_STORES)
+    for number in numbers:
+        scene.transfers.begin(StoreOut(TransferId(number), DISK_STORE, (), (), ((3, 10), (1, 11)), path))
+    scene.wait_until(lambda: len(tries) == MAX_STORES)
+    may_fail.set()
+    ended = list[Completion]()
+    while len(ended) < len(numbers):
+        ended += scene.transfers.wait(60.0)
+    assert {(each.is_done, each.cause) for each in ended} == {(False, "[Errno 28] No space left on device")}
+    assert len(tries) == MAX_STORES
 
 
 def test_one_store_is_tried_in_a_pause_before_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

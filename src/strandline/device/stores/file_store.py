@@ -324,7 +324,7 @@ class FileStore:
     def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write and report."""
         start_s, is_done, cause = SYSTEM_CLOCK(), False, ""
-        if start_s < self._paused_until_s:
+        if start_s < self._paused_until_s and not self._is_ending:
             # Another one has failed since this one began to wait.
             self._completions.put(Completion(transfer, is_done=False, cause=self._pause_cause))
             return

@@ -29,6 +29,7 @@ REFRESH_S: Final = 10.0
 MAX_SHARE: Final = 0.25
 """Share of the thread's time that listings may take: the next one of a large store comes later."""
 USED: Final = float("inf")
+"""Instead of the time when a file was written: it has been found, and is not read again."""
 CLOSE_S: Final = 1.0
 """A listing that takes longer ends with the process."""
 LOG_EVERY_S: Final = 60.0
