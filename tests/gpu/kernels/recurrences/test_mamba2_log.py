@@ -7,8 +7,10 @@ import torch
 
 from strandline.kernels.recurrences import mamba2_log_triton as kernel
 from strandline.kernels.recurrences.decode_launches import HEADS_WITH_LOG, DecodeLaunch
+from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_fold
+from strandline.kernels.recurrences.mamba2_log import mamba2_log
 from tests.cpu.kernels.recurrences import test_mamba2_log as checks
-from tests.cpu.kernels.recurrences.test_mamba2_log import SHAPES, USUAL, Shape
+from tests.cpu.kernels.recurrences.test_mamba2_log import SHAPES, TOLERANCES, USUAL, Shape
 
 GPU = replace(checks.version("triton"), device="cuda")
 NEMOTRON = replace(GPU, shape=Shape(8, 64, 128, 64), dtype=torch.bfloat16)
@@ -34,3 +36,18 @@ def test_states_that_move_or_end_leave_other_slots_alone() -> None:
 
 def test_state_without_log_is_written_every_step() -> None:
     checks.check_a_sequence_without_a_log(NEMOTRON)
+
+
+def test_logs_of_many_sequences_of_many_heads_are_folded() -> None:
+    """In one launch of more than 65,535 programs."""
+    count, shape = 1030, Shape(8, 64, 16, 32)
+    tensors = mamba2_log(*shape).spec.tensors
+    memory = LogMemory(*(torch.rand(1, 1 + count, *x.shape, device="cuda") for x in tensors))
+    memory.decay_JHL.neg_()
+    found_RSHKV = torch.randn(1, 1 + count, shape.num_heads, shape.state_dim, shape.head_dim, device="cuda")
+    expected_RSHKV = found_RSHKV.clone()
+    log_N = 1 + torch.randperm(count, device="cuda")
+    len_N = 1 + torch.arange(count, device="cuda") % LOG_TOKENS
+    GPU.fold(found_RSHKV, memory, log_N, log_N, len_N)
+    gdn_fold.reference(expected_RSHKV, memory, log_N, log_N, len_N)
+    torch.testing.assert_close(found_RSHKV, expected_RSHKV, **TOLERANCES[torch.float32])
