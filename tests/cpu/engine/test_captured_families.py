@@ -1,4 +1,4 @@
-"""Steps of families with attention of their own need nothing of the host, and answer as transformers does.
+"""Steps of families with attention or logs of their own need nothing of the host, and answer as transformers does.
 
 CUDA graphs are replaced (``eager_graphs.py``).
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strandline import SamplingParams
-from strandline.device import runner
+from strandline.device import runner, sizing
 from strandline.device.uni_executor import UniExecutor, choose_kernels
 from strandline.kernels import binding
 from strandline.models.weights import load_model
@@ -19,7 +19,7 @@ from tests.cpu.engine.test_speculation import SPECULATION, force
 from tests.cpu.models import families
 
 NUM_DRAFTS, MAX_NUM_SEQS, MAX_MODEL_LEN = SPECULATION["num_speculative_tokens"], 4, 256
-FAMILIES = ["inkling", "qwen4_exp", "qwen4_exp-vision", "glm5_next"]
+FAMILIES = ["inkling", "qwen4_exp", "qwen4_exp-vision", "glm5_next", "nemotron_h"]
 PROMPTS = [tokens(count, seed=seed) for count, seed in ((1, 5), (63, 63), (65, 70), (130, 131))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -38,6 +38,7 @@ def test_every_operation_has_a_kernel_for_gpus(name: str, tmp_path: Path, monkey
 def test_captured_steps_give_the_tokens_of_transformers(
     name: str, num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sizing, "LOGGED_FROM_CPU", sizing.LOGGED_FROM_GPU)
     make = llm_maker(families.save(name, tmp_path), monkeypatch, device="cpu", memory="32MiB")
     options = {"speculative_config": SPECULATION} if num_drafts else {}
     llm = make(
