@@ -267,14 +267,15 @@ class StepGraphs:
         num_integers, num_tokens = padded.num_integers, 0 if size.has_filler else size.num_decodes
         pinned_I = torch.zeros(num_integers + num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
         integers_I, step.host_likeliest_N = pinned_I[:num_integers], pinned_I[num_integers:]
+        array_I = integers_I.numpy()
         if host is not None:
-            padded.fill(integers_I.numpy(), host)
+            padded.fill(array_I, host)
         elif size.has_drafts:
-            padded.fill(integers_I.numpy(), build_host_batch([], 0))
+            padded.fill(array_I, build_host_batch([], 0))
         if verdicts:
-            padded.named(integers_I)["verdicts"][: len(verdicts)].copy_(torch.tensor(verdicts))
+            padded.named(array_I)["verdicts"][: len(verdicts)] = verdicts
         if num_tokens:
-            padded.named(integers_I)["token_address"].fill_(step.host_likeliest_N.data_ptr())
+            padded.named(array_I)["token_address"][:] = step.host_likeliest_N.data_ptr()
         self._pinned.append(pinned_I)
         self._fetch(integers_I, step.buffer_I)
         if host is None:
