@@ -22,7 +22,7 @@ from strandline.records.kept import NOTHING, Kept
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tokens import TokenBuffer, decode
 from strandline.specs import SnapshotSize, WindowSize
-from tests.cpu.cache.device import Device, Tokens
+from tests.cpu.cache.device import NO_STATE, Device, Tokens
 
 OTHERS = 2**48
 """Addresses of what other engines have stored begin here."""
@@ -49,6 +49,7 @@ class Driver:
         windows: tuple[WindowClass, ...] = (),
     ) -> None:
         announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
+        self._has_slots = rule.needs_slots
         num_logs = num_slabs - 1 if rule.needs_slots else 0
         self.cache = new_cache(
             CacheSize(num_slabs, blocks_per_slab, num_logs=num_logs, log_tokens=LOG_TOKENS, windows=windows),
@@ -235,7 +236,8 @@ class Driver:
     def _found(self, tokens: Sequence[int], *, is_state: bool = False) -> int:
         """Return the address of a block or a state that another engine has stored."""
         address = max(OTHERS, *self.device.stored, 0) + 1
-        self.device.stored[address] = tuple(tokens)
+        has_cells = not is_state or self._has_slots
+        self.device.stored[address] = tuple(tokens) if has_cells else NO_STATE
         if is_state:
             self.device.put_windows(address, tokens)
         return address

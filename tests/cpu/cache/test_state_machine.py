@@ -321,7 +321,8 @@ def test_long_histories_with_tiers_below_agree_with_the_dictionary(
 
 def check_long_history_with_tiers(history: History, seed: str) -> None:
     """Apply many random events to a cache with tiers below the device."""
-    choose, tiers = random.Random(seed), history.loads.tiers
+    # Of six seeds that were tried, this one has every history demote snapshots to its last tier.
+    choose, tiers = random.Random(f"{seed} 5"), history.loads.tiers
     num_blocks, has_states = (history.cache.memory_use().max_blocks + 1) // 2, history.rule.needs_slots
     for _ in range(300):
         event = choose.random()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.cache.evict_all import evict_all as evict_unused
@@ -47,6 +47,14 @@ class TieredEventMachine(TieredCacheMachine):
         self, shape: tuple[int, int] = (1, 1), rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()
     ) -> None:
         """Leave it to ``start_with``."""
+
+    @precondition(lambda self: self.history.loads.spills)
+    @rule(
+        base=st.integers(0, 30), kept=st.sampled_from(KEPT[::-1]), seed=st.integers(0, 3), more=st.sampled_from(LENGTHS)
+    )
+    def adopt(self, base: int, kept: int, seed: int, more: int) -> None:
+        """Adopt paths without a salt: events cannot name the salt of others, of which files have a hash."""
+        self.history.adopt(base, kept, seed, more, "")
 
     @invariant()
     def cache_agrees_with_the_dictionary(self) -> None:
