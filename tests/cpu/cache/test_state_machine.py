@@ -321,7 +321,7 @@ def test_long_histories_with_tiers_below_agree_with_the_dictionary(
 
 def check_long_history_with_tiers(history: History, seed: str) -> None:
     """Apply many random events to a cache with tiers below the device."""
-    # Of six seeds that were tried, this one has every history demote snapshots to its last tier.
+    # With this seed every history demotes snapshots to its last tier; with others of six, some do not.
     choose, tiers = random.Random(f"{seed} 5"), history.loads.tiers
     num_blocks, has_states = (history.cache.memory_use().max_blocks + 1) // 2, history.rule.needs_slots
     for _ in range(300):
