@@ -53,7 +53,7 @@ class TieredEventMachine(TieredCacheMachine):
         base=st.integers(0, 30), kept=st.sampled_from(KEPT[::-1]), seed=st.integers(0, 3), more=st.sampled_from(LENGTHS)
     )
     def adopt(self, base: int, kept: int, seed: int, more: int) -> None:
-        """Adopt paths without a salt: events cannot name the salt of others, of which files have a hash."""
+        """Adopt paths without a salt: files have only a hash of a salt, which events cannot name."""
         self.history.adopt(base, kept, seed, more, "")
 
     @invariant()
