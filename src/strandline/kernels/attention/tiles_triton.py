@@ -30,7 +30,7 @@ FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)
 
 @triton.jit
 def locate_tile(tile, query_start_ptr, num_prefills, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the prefill that a tile of rows belongs to, ``num_prefills`` if to none, and the tile's place in it."""
+    """Return the prefill that a tile of rows belongs to, ``num_prefills`` if to none, and the tile's index in it."""
     index_N = tl.arange(0, BLOCK_N)
     is_prefill_N = index_N < num_prefills
     start_N = tl.load(query_start_ptr + index_N, mask=is_prefill_N, other=0).to(tl.int32)

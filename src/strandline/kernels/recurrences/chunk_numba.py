@@ -56,17 +56,17 @@ def refuse_overwritten(slots: Slots) -> None:
 
 def source_addresses(state_SHKV: Tensor, slots: Slots, cut_slots: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
     """Return copies of initial states that another sequence will overwrite; and addresses of all, 0 for zeros."""
-    copies, places = [], []
+    copies, addresses = [], []
     first, slot_bytes = state_SHKV.data_ptr(), 4 * state_SHKV.stride(0)
     for source, is_overwritten in zip(slots.src_N.tolist(), are_overwritten(slots, cut_slots), strict=True):
         if source == NULL_SLOT:
-            places.append(0)
+            addresses.append(0)
         elif is_overwritten:
             copies.append(state_SHKV[source].clone())
-            places.append(copies[-1].data_ptr())
+            addresses.append(copies[-1].data_ptr())
         else:
-            places.append(first + source * slot_bytes)
-    return copies, torch.tensor(places)
+            addresses.append(first + source * slot_bytes)
+    return copies, torch.tensor(addresses)
 
 
 @helper

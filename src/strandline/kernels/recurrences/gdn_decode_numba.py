@@ -48,7 +48,7 @@ LAYER_FIELDS = (
     + "dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride rates biases max_beta dst out "
 )
 
-LOG_FIELDS = "log_keys log_keys_stride log_values log_values_stride log_decays log_decays_stride places "
+LOG_FIELDS = "log_keys log_keys_stride log_values log_values_stride log_decays log_decays_stride log_capacity "
 NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens num_folded".split(), 0)
 
 
@@ -104,7 +104,7 @@ def _state_arguments(state_SHKV: Tensor, num_key_heads: int) -> dict[str, int]:
 
 def log_arguments(memory: LogMemory) -> dict[str, int]:
     rows = row_arguments(log_keys=memory.key_JGLK, log_values=memory.value_JHLV, log_decays=memory.decay_JHL)
-    return {**rows, "places": memory.decay_JHL.shape[2]}
+    return {**rows, "log_capacity": memory.decay_JHL.shape[2]}
 
 
 def packed(inputs: GatedDeltaInputs) -> GatedDeltaInputs:
@@ -234,22 +234,25 @@ def add(state, key, value):
 @helper
 def log_of_head(args, log, key_head, head, key_dim, value_dim):
     """Return keys, values and log decays of a log, of one head."""
-    places = args.places
+    capacity = args.log_capacity
     return (
-        floats(args.log_keys + 4 * (log * args.log_keys_stride + key_head * places * key_dim), places * key_dim),
-        floats(args.log_values + 4 * (log * args.log_values_stride + head * places * value_dim), places * value_dim),
-        floats(args.log_decays + 4 * (log * args.log_decays_stride + head * places), places),
+        floats(args.log_keys + 4 * (log * args.log_keys_stride + key_head * capacity * key_dim), capacity * key_dim),
+        floats(
+            args.log_values + 4 * (log * args.log_values_stride + head * capacity * value_dim), capacity * value_dim
+        ),
+        floats(args.log_decays + 4 * (log * args.log_decays_stride + head * capacity), capacity),
     )
 
 
 @kernel(LAYER_FIELDS + "src logs log_lens num_folded " + LOG_FIELDS)
 def _decode_kernel(tasks):
     args = arguments(tasks)
-    num_heads, key_dim, value_dim, dtype, places = args.num_heads, args.key_dim, args.value_dim, args.dtype, args.places
+    num_heads, key_dim, value_dim, dtype = args.num_heads, args.key_dim, args.value_dim, args.dtype
     state_size = key_dim * value_dim
     key, query = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
     by_key, by_query = np.empty(value_dim, np.float32), np.empty(value_dim, np.float32)
-    value, gate, weights = np.empty(value_dim, np.float32), np.empty(2, np.float32), np.empty(places, np.float32)
+    value, gate = np.empty(value_dim, np.float32), np.empty(2, np.float32)
+    weights = np.empty(args.log_capacity, np.float32)
     task = claim(tasks)
     while task < args.num_tasks:
         sequence, head = task // num_heads, task % num_heads
@@ -307,7 +310,7 @@ def _decode_kernel(tasks):
 def _fold_kernel(tasks):
     args = arguments(tasks)
     num_heads, state_size = args.num_heads, args.key_dim * args.value_dim
-    weights = np.empty(args.places, np.float32)
+    weights = np.empty(args.log_capacity, np.float32)
     task = claim(tasks)
     while task < args.num_tasks:
         sequence, head = task // num_heads, task % num_heads

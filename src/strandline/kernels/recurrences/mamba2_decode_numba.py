@@ -216,7 +216,7 @@ def _decode_logged_kernel(tasks):
     state_size = state_dim * head_dim
     B, C = np.empty(state_dim, np.float32), np.empty(state_dim, np.float32)
     x, written, out = (np.empty(head_dim, np.float32), np.empty(head_dim, np.float32), np.empty(head_dim, np.float32))
-    weights, dt = np.empty(args.places, np.float32), np.empty(1, np.float32)
+    weights, dt = np.empty(args.log_capacity, np.float32), np.empty(1, np.float32)
     task = claim(tasks)
     while task < args.num_tasks:
         sequence, head = task // num_heads, task % num_heads
@@ -233,9 +233,9 @@ def _decode_logged_kernel(tasks):
             _read(state, C, out)
         for channel in range(head_dim):
             out[channel] *= carried
-        for place in range(num_logged):
-            logged = values[place * head_dim : (place + 1) * head_dim]
-            _add_scored(C, keys[place * state_dim : (place + 1) * state_dim], logged, weights[place], out)
+        for index in range(num_logged):
+            logged = values[index * head_dim : (index + 1) * head_dim]
+            _add_scored(C, keys[index * state_dim : (index + 1) * state_dim], logged, weights[index], out)
         _add_scored(C, B, written, np.float32(1.0), out)
         _finish(args, sequence, head, x, out)
         if target != NULL_SLOT and ints(args.num_folded, sequence + 1)[sequence] != 0:
