@@ -24,13 +24,8 @@ from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_de
 from strandline.kernels.recurrences.gdn_short_triton import Short
 from strandline.kernels.recurrences.mamba2_log import mamba2_decode_logged
 from strandline.kernels.recurrences.replay import insert_logged
-from strandline.kernels.sampling.verification import (
-    LastStep,
-    PlannedStep,
-    SampledSequences,
-    accept_drafts,
-    resolve_pending,
-)
+from strandline.kernels.sampling.verification import LastStep, accept_drafts, resolve_pending
+from strandline.kernels.step import PlannedStep, SequenceColumns
 from strandline.records.plan import MAX_STOP_IDS
 
 LOGGED = {**{str(length): length for length in range(LOG_TOKENS + 1)}, "mixed": None}
@@ -205,12 +200,8 @@ def verification(sequences: int) -> Work:
     """Return what surrounds the model in steps that verify drafts: tables, and accepted drafts."""
     full = partial(torch.full, dtype=torch.int64)
     index_N, rows, num_blocks = torch.arange(sequences), 1 + DRAFTS, 64
-    names = (*PlannedStep._fields, *SampledSequences._fields)
-    columns = {name: full((sequences,), 0) for name in names}
+    columns = {name: full((sequences,), 0) for name in SequenceColumns._fields}
     columns |= {
-        "token_ids": full((sequences * rows,), 5),
-        "verdicts": full((sequences * rows,), 0),
-        "query_starts": torch.cat((torch.arange(sequences + 1), index_N[-1:] + 1)) * rows,
         "start": 100 + index_N,
         "end": 100 + rows + index_N,
         "last_row": index_N * rows + DRAFTS,
@@ -223,17 +214,18 @@ def verification(sequences: int) -> Work:
         "source_row": index_N,
         "stop_ids": full((sequences, MAX_STOP_IDS), NO_TOKEN),
     }
-    planned = PlannedStep(*(columns[name] for name in PlannedStep._fields))
-    sampled = SampledSequences(*(columns[name] for name in SampledSequences._fields))
+    query_starts = torch.cat((torch.arange(sequences + 1), index_N[-1:] + 1)) * rows
+    planned = PlannedStep(full((sequences * rows,), 5), query_starts, SequenceColumns(**columns))
+    verdicts_T = full((sequences * rows,), 0)
     last = LastStep.empty(sequences, DRAFTS, torch.get_default_device())
     tokens_T, table_NM = full((sequences * rows,), 7), full((sequences + 1, num_blocks), 3).int()
     # The last row of each of the two tables of replayed rows is in no chunk.
-    undefined = columns["token_ids"].numel() + sequences * DRAFTS + 1
+    undefined = sequences * rows + sequences * DRAFTS + 1
 
     def call(resolve: Any, accept: Any) -> list[Tensor]:
         # No draft agrees, so that the next call finds the same step.
         tables = resolve(planned, last, DRAFTS)
-        found = (*tables, *accept(sampled, tokens_T, last, table_NM, DRAFTS))
+        found = (*tables, *accept(planned, verdicts_T, tokens_T, last, table_NM, DRAFTS))
         return [table.flatten()[: -1 if table.numel() == undefined else None] for table in found]
 
     references = (resolve_pending.reference, accept_drafts.reference)

@@ -7,13 +7,59 @@ of a buffer, S slots, E hidden size.
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT
 from strandline.kernels.operation import numba, operation, triton
+
+Column = TypeVar("Column", np.ndarray, Tensor)
+
+
+class SequenceColumns(NamedTuple, Generic[Column]):
+    """What every sequence of a step has, by name: int64 ``[N]``, arrays on the host or tensors on the device.
+
+    A column named here is included in batches, padded steps and CUDA graphs.
+    """
+
+    # Fields of a ``SequencePlan``.
+    start: Column
+    end: Column
+    kv_start: Column
+    state_src: Column
+    state_dst: Column
+    log: Column
+    num_logged: Column
+    num_folded: Column
+    pending: Column
+    rotary_delta: Column
+    """Added to the positions of tokens of text for rotary embeddings."""
+    num_drafts: Column
+    next_drafts: Column
+    # Of this step on this device.
+    last_row: Column
+    """The sequence's last row of the step."""
+    source_row: Column
+    """The sequence's row in the last step, if its token is pending."""
+    stop_ids: Column
+    """``[N, MAX_STOP_IDS]``: stop tokens that may end it, which the device compares; ``NO_TOKEN``: none."""
+
+
+class PlannedStep(NamedTuple):
+    """Sequences of a step, as the host plans them and the device completes them.
+
+    Tensors keep their addresses, so that a CUDA graph can read them.
+    """
+
+    token_ids_T: Tensor
+    """Tokens of the rows; with drafts, as many as all sequences may have: a certain token of each, and its drafts,
+    where sequences without rows are last."""
+    query_starts_N1: Tensor
+    """Offsets of the sequences' rows; with drafts, one more: where the rows of no sequence end."""
+    columns: SequenceColumns[Tensor]
 
 
 class RowAddresses(NamedTuple):
@@ -28,35 +74,24 @@ class RowAddresses(NamedTuple):
 
 
 @operation(triton("step_triton"), numba("step_numba"))
-def locate_rows(
-    query_starts_N1: Tensor,
-    start_N: Tensor,
-    end_N: Tensor,
-    kv_start_N: Tensor,
-    rotary_delta_N: Tensor,
-    block_table_NM: Tensor,
-    num_rows: int,
-    *,
-    are_single: bool = False,
-) -> RowAddresses:
-    """Return the address of every row. A sequence's rows have the positions from ``start`` on.
+def locate_rows(planned: PlannedStep, block_table_NM: Tensor, *, are_single: bool = False) -> RowAddresses:
+    """Return the address of every row. Each belongs to a sequence, whose rows have the positions from ``start`` on.
 
     No block takes rows before ``kv_start``, which shared blocks hold already, or from ``end`` on, which pad the step.
 
     Args:
-        query_starts_N1: row offsets of the sequences; the last is ``num_rows``.
-        rotary_delta_N: added to positions for rotary embeddings.
         are_single: whether every sequence has one row, so that backends need not look for it.
     """
     del are_single
-    row_T = torch.arange(num_rows, device=start_N.device)
-    sequence_T = torch.searchsorted(query_starts_N1[1:], row_T, right=True)
-    positions_T = row_T + (start_N - query_starts_N1[:-1])[sequence_T]
-    is_written_T = (positions_T >= kv_start_N[sequence_T]).logical_and_(positions_T < end_N[sequence_T])
+    columns, starts_N1 = planned.columns, planned.query_starts_N1
+    row_T = torch.arange(len(planned.token_ids_T), device=starts_N1.device)
+    sequence_T = torch.searchsorted(starts_N1[1:], row_T, right=True)
+    positions_T = row_T + (columns.start - starts_N1[:-1])[sequence_T]
+    is_written_T = (positions_T >= columns.kv_start[sequence_T]).logical_and_(positions_T < columns.end[sequence_T])
     # What is not written may lie past the table; it gets the null block.
     index_T = (positions_T // BLOCK_TOKENS).clamp_(max=block_table_NM.shape[1] - 1)
     write_blocks_T = block_table_NM[sequence_T, index_T].mul_(is_written_T).long()
-    rotary_T = positions_T + rotary_delta_N[sequence_T]
+    rotary_T = positions_T + columns.rotary_delta[sequence_T]
     return RowAddresses(positions_T, write_blocks_T, positions_T % BLOCK_TOKENS, rotary_T)
 
 

@@ -10,23 +10,14 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
 from strandline.kernels.runtime_numba import arguments, claim, int32s, ints, kernel
-from strandline.kernels.step import RowAddresses
+from strandline.kernels.step import PlannedStep, RowAddresses
 
 
-def locate_rows(
-    query_starts_N1: Tensor,
-    start_N: Tensor,
-    end_N: Tensor,
-    kv_start_N: Tensor,
-    rotary_delta_N: Tensor,
-    block_table_NM: Tensor,
-    num_rows: int,
-    *,
-    are_single: bool = False,
-) -> RowAddresses:
+def locate_rows(planned: PlannedStep, block_table_NM: Tensor, *, are_single: bool = False) -> RowAddresses:
     """Numba version of :func:`strandline.kernels.step.locate_rows`; the rows of the table, int32, are contiguous."""
     del are_single
-    columns = (query_starts_N1, start_N, end_N, kv_start_N, rotary_delta_N)
+    named, num_rows = planned.columns, len(planned.token_ids_T)
+    columns = (planned.query_starts_N1, named.start, named.end, named.kv_start, named.rotary_delta)
     query_starts_N1, start_N, end_N, kv_start_N, rotary_delta_N = (column.contiguous() for column in columns)
     found = torch.empty((len(RowAddresses._fields), num_rows), dtype=torch.int64)
     _locate(

@@ -13,7 +13,7 @@ from torch import Tensor
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.sizes import cdiv
-from strandline.kernels.step import RowAddresses
+from strandline.kernels.step import PlannedStep, RowAddresses
 
 BLOCK_SEQUENCES = 128
 BLOCK_ROWS = 64
@@ -76,36 +76,27 @@ def _locate_kernel(
     tl.store(rotary + row_T, rotary_T, mask=is_row_T)
 
 
-def locate_rows(
-    query_starts_N1: Tensor,
-    start_N: Tensor,
-    end_N: Tensor,
-    kv_start_N: Tensor,
-    rotary_delta_N: Tensor,
-    block_table_NM: Tensor,
-    num_rows: int,
-    *,
-    are_single: bool = False,
-) -> RowAddresses:
+def locate_rows(planned: PlannedStep, block_table_NM: Tensor, *, are_single: bool = False) -> RowAddresses:
     """As ``step.locate_rows``; the columns are contiguous."""
-    addresses = [torch.empty(num_rows, dtype=torch.int64, device=start_N.device) for _ in RowAddresses._fields]
+    columns, num_rows = planned.columns, len(planned.token_ids_T)
+    addresses = [torch.empty(num_rows, dtype=torch.int64, device=block_table_NM.device) for _ in RowAddresses._fields]
     _locate_kernel[(cdiv(num_rows, BLOCK_ROWS),)](
-        query_starts_N1,
-        start_N,
-        end_N,
-        kv_start_N,
-        rotary_delta_N,
+        planned.query_starts_N1,
+        columns.start,
+        columns.end,
+        columns.kv_start,
+        columns.rotary_delta,
         block_table_NM,
         *addresses,
         num_rows,
-        start_N.shape[0],
+        len(columns.start),
         block_table_NM.stride(0),
         ARE_SINGLE=are_single,
         BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_T=BLOCK_ROWS,
         BLOCK_N=BLOCK_SEQUENCES,
         num_warps=4,
-        **overlap_options(start_N),
+        **overlap_options(block_table_NM),
     )
     return RowAddresses(*addresses)
 

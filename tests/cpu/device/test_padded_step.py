@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.device.batches.batch import NUM_PLANNED, HostBatch, SequenceColumns, build_host_batch
+from strandline.device.batches.batch import NUM_PLANNED, HostBatch, build_host_batch
 from strandline.device.batches.padded_step import PaddedStep, StepSize
 from strandline.device.batches.prompt_room import MAX_CAPTURED_PREFIX, MAX_PROMPTS, SPARE_CHUNKS, PromptRoom
 from strandline.device.steps.graph_sizes import graph_sizes, prompt_room, verification_sizes
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS
-from strandline.kernels.step import locate_rows
+from strandline.kernels.step import SequenceColumns, locate_rows
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
 PLACES = {"token_ids", "positions", "write_blocks", "write_offsets"}

@@ -21,13 +21,12 @@ from strandline.kernels.recurrences.replay import insert_logged, of_step
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     LastStep,
-    SampledSequences,
     Verdict,
     VerificationTables,
     accept_drafts,
     resolve_pending,
 )
-from strandline.kernels.step import locate_rows
+from strandline.kernels.step import PlannedStep, SequenceColumns, locate_rows
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 from tests.cpu.device.test_padded_step import sequence
 from tests.interpreter import prepare_interpreter
@@ -113,7 +112,7 @@ def test_every_row_is_in_its_place(
     host = host_of(planned, 0, (sources, np.full((len(sequences), MAX_STOP_IDS), stop)))
     assert size.has_room_for(host)
     padded.fill(buffer_I.numpy(), host)
-    tables = resolve(padded.planned(buffer_I)[0], last, DEPTH)
+    tables = resolve(padded.planned_parts(buffer_I)[0], last, DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
     blocks_NM = host.block_table_NM
@@ -234,7 +233,7 @@ def test_drafts_and_prompts_are_laid_out_as_alone(
         assert torch.equal(getattr(batch, name), both)
     assert batch.num_verified_rows == rows
     assert batch.attention.query_starts_N1[size.first_prompt] == rows
-    named, sampled = padded.named(buffer_I), padded.sampled(buffer_I)
+    named, sampled = padded.named(buffer_I), padded.sampled(buffer_I).columns
     next_ids = [token for plan in prompts for token in (*plan.token_ids[1:], plan.next_id)]
     assert named["next_ids"][rows:].tolist() == next_ids + [0] * num_spare_rows
     ends = np.cumsum([plan.end - plan.start for plan in prompts]) + rows - 1
@@ -246,7 +245,7 @@ def tables_of(padded: PaddedStep, buffer_I: torch.Tensor) -> VerificationTables:
     """Return the tables of a step in which no token is pending."""
     size = padded.size
     last = LastStep.empty(size.num_decodes, size.log_tokens, torch.device("cpu"))
-    return resolve_pending.reference(padded.planned(buffer_I)[0], last, size.log_tokens)
+    return resolve_pending.reference(padded.planned_parts(buffer_I)[0], last, size.log_tokens)
 
 
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
@@ -312,10 +311,10 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: 
     num_spare = num_rows - len(token_ids)
     tokens_T = torch.tensor([*chosen, *[0] * num_spare])
     zero_N = torch.zeros(num_sequences, dtype=torch.int64)
-    columns = dict.fromkeys(SampledSequences._fields, zero_N)
+    token_ids_T = torch.tensor([*token_ids, *[0] * num_spare])
+    verdicts_T = torch.tensor([*verdicts, *[0] * num_spare])
+    columns = dict.fromkeys(SequenceColumns._fields, zero_N)
     columns |= {
-        "token_ids": torch.tensor([*token_ids, *[0] * num_spare]),
-        "verdicts": torch.tensor([*verdicts, *[0] * num_spare]),
         "last_row": torch.tensor([*(end - 1 for end in starts[1:]), 0]),
         "num_drafts": torch.tensor([*map(len, drafts), 0]),
         "stop_ids": torch.full((num_sequences, 2), stop),
@@ -323,7 +322,8 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: 
     last = LastStep.empty(num_sequences, DEPTH, torch.device("cpu"))
     table_NM = torch.zeros(num_sequences + 1, 1, dtype=torch.int32)
     accept = version_of(accept_drafts, backend)
-    found = accept(SampledSequences(**columns), tokens_T, last, table_NM, DEPTH)
+    sampled = PlannedStep(token_ids_T, torch.tensor([*starts, num_rows]), SequenceColumns(**columns))
+    found = accept(sampled, verdicts_T, tokens_T, last, table_NM, DEPTH)
     assert found.num_accepted_N.tolist() == last.num_accepted_P.tolist() == [*expected, 0]
     assert found.last_row_N.tolist() == [*(start + count for start, count in zip(starts, expected, strict=False)), 0]
     forced = np.array([verdict == Verdict.ACCEPT for verdict in verdicts])
@@ -343,7 +343,9 @@ def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
     batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
     last = LastStep.empty(4, DEPTH, torch.device("cpu"))
     tokens_T = torch.zeros(padded.size.num_rows, dtype=torch.int64)
-    accepted = accept_drafts.reference(padded.sampled(buffer_I), tokens_T, last, table_NM, DEPTH)
+    accepted = accept_drafts.reference(
+        padded.sampled(buffer_I), padded.named(buffer_I)["verdicts"], tokens_T, last, table_NM, DEPTH
+    )
     single = single_rows(batch, accepted, 0, torch.arange(5), torch.arange(4))
     is_wanted = num_wanted > 1
     position_N = torch.tensor([62, 63, 64, 65]) + is_wanted

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN
 from strandline.kernels import step
 from strandline.kernels.binding import why_unavailable
-from strandline.kernels.step import RowAddresses
+from strandline.kernels.step import PlannedStep, RowAddresses, SequenceColumns
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -30,6 +31,14 @@ def locators() -> list[Any]:
 
         found.append(pytest.param(step_numba.locate_rows, id="numba"))
     return found
+
+
+def planned_step(query_starts_N1: Tensor, *columns: list[int]) -> PlannedStep:
+    """Return sequences of the given ``start``, ``end``, ``kv_start`` and ``rotary_delta``."""
+    zeros = dict.fromkeys(SequenceColumns._fields, torch.zeros(len(columns[0]), dtype=torch.int64))
+    named = zip(("start", "end", "kv_start", "rotary_delta"), map(torch.tensor, columns), strict=True)
+    token_ids_T = torch.zeros(int(query_starts_N1[-1]), dtype=torch.int64)
+    return PlannedStep(token_ids_T, query_starts_N1, SequenceColumns(**{**zeros, **dict(named)}))
 
 
 @pytest.mark.parametrize("locate_rows", locators())
@@ -54,8 +63,7 @@ def test_rows_follow_from_a_base_and_a_count_per_sequence(
             rows[3].append(position + deltas[n])
     offsets = torch.tensor([0, *accumulate(counts)])
     ends = [start + count for start, count in zip(starts, real, strict=True)]
-    columns = [torch.tensor(column) for column in (starts, ends, kv_starts, deltas)]
-    places = locate_rows(offsets, *columns, table_NM, sum(counts))
+    places = locate_rows(planned_step(offsets, starts, ends, kv_starts, deltas), table_NM)
     assert [place.tolist() for place in places] == rows
 
 
@@ -74,9 +82,9 @@ def test_final_hidden_states_reach_slots_except_null_slot(
 @pytest.mark.parametrize("locate_rows", locators())
 def test_single_rows_need_no_search(locate_rows: Callable[..., RowAddresses]) -> None:
     starts, kv_starts, ends = [3, 64, 0, 130], [0, 65, 0, 0], [4, 65, 0, 131]
-    columns = [torch.tensor(column) for column in (starts, ends, kv_starts, [0, -9, 0, -130])]
     table_NM = torch.randint(1, 10**6, (4, 6), dtype=torch.int32)
-    places = locate_rows(torch.arange(5), *columns, table_NM, 4, are_single=True)
+    planned = planned_step(torch.arange(5), starts, ends, kv_starts, [0, -9, 0, -130])
+    places = locate_rows(planned, table_NM, are_single=True)
     blocks = [int(table_NM[0, 0]), 0, 0, int(table_NM[3, 2])]
     assert [place.tolist() for place in places] == [starts, blocks, [3, 0, 0, 2], [3, 55, 0, 0]]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,54 +26,15 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.kernels.recurrences.replay import insert_logged
-from strandline.kernels.sampling.verification import PlannedStep
-from strandline.kernels.step import RowAddresses, locate_rows
+from strandline.kernels.step import PlannedStep, RowAddresses, SequenceColumns, locate_rows
 from strandline.records.actions import FoldLog
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
-
-Column = TypeVar("Column", np.ndarray, Tensor)
-
-
-class SequenceColumns(NamedTuple, Generic[Column]):
-    """What every sequence has, by name: int64 ``[N]``, arrays on the host or tensors on the device.
-
-    A column named here is included in batches, padded steps and CUDA graphs.
-    """
-
-    # Fields of a ``SequencePlan``.
-    start: Column
-    end: Column
-    kv_start: Column
-    state_src: Column
-    state_dst: Column
-    log: Column
-    num_logged: Column
-    num_folded: Column
-    pending: Column
-    rotary_delta: Column
-    """Added to the positions of tokens of text for rotary embeddings."""
-    num_drafts: Column
-    next_drafts: Column
-    # Of this step on this device.
-    last_row: Column
-    """The sequence's last row of the step."""
-    source_row: Column
-    """Index of a pending token among the last step's sampled tokens."""
-    stop_ids: Column
-    """``[N, MAX_STOP_IDS]``: stop tokens that may end it, which the device compares; ``NO_TOKEN``: none."""
-
 
 StoredRows = Sequence[tuple[Tensor, Tensor]]
 """Rows whose final hidden states are stored, and the slots that take them; int64."""
 
 NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
-PLANNED_NAMES: Final = SequenceColumns._fields[:NUM_PLANNED]
-PLANNED_FIELDS: Final = attrgetter(*PLANNED_NAMES)
-
-
-def planned_step(token_ids_T: Tensor, query_starts: Tensor, columns: SequenceColumns[Tensor]) -> PlannedStep:
-    """Return what the device completes of some sequences."""
-    return PlannedStep(token_ids_T, query_starts, *(getattr(columns, name) for name in PlannedStep._fields[2:]))
+PLANNED_FIELDS: Final = attrgetter(*SequenceColumns._fields[:NUM_PLANNED])
 
 
 @dataclass(frozen=True)
@@ -315,11 +276,10 @@ def to_device(
     )
     token_ids_T, query_starts_N1, cut_rows_C, offsets_3T, table_NM = whole
     columns: SequenceColumns[Tensor] = SequenceColumns(*sequences)
+    planned = PlannedStep(token_ids_T, query_starts_N1, columns)
     rows, attention = locate(
-        columns,
-        query_starts_N1,
+        planned,
         [table_NM, *windows],
-        len(token_ids_T),
         kernels,
         query_starts=tuple(host.query_starts_N1.tolist()),
         context_lens=tuple(host.columns.end.tolist()),
@@ -336,15 +296,12 @@ def to_device(
     stored = [(columns.last_row, columns.state_dst)]
     if any(host.chunks.cut_slots):
         stored.append((cut_rows_C, chunks.cut_slots_C))
-    planned = planned_step(token_ids_T, query_starts_N1, columns)
     return DeviceBatch(step, planned, stored, TiledRows(*tiled) if tiles else None, others_T)
 
 
 def locate(
-    columns: SequenceColumns[Tensor],
-    query_starts_N1: Tensor,
+    planned: PlannedStep,
     tables: Sequence[Tensor],
-    num_rows: int,
     kernels: Kernels,
     *,
     are_single: bool = False,
@@ -358,20 +315,19 @@ def locate(
         lengths: fields of ``AttentionBatch`` that the host knows.
     """
     block_table_NM, *window_tables = tables
-    start, end = columns.start, columns.end
-    ranges = (start, end, columns.kv_start, columns.rotary_delta)
-    rows = kernels[locate_rows](query_starts_N1, *ranges, block_table_NM, num_rows, are_single=are_single)
+    columns, locate_in = planned.columns, kernels[locate_rows]
+    rows = locate_in(planned, block_table_NM, are_single=are_single)
     attention = AttentionBatch(
-        query_starts_N1=query_starts_N1,
-        context_lens_N=end,
+        query_starts_N1=planned.query_starts_N1,
+        context_lens_N=columns.end,
         block_table_NM=block_table_NM,
         write_blocks_T=rows.write_blocks_T,
         write_offsets_T=rows.write_offsets_T,
         **lengths,
     )
-    windowed = list[AttentionBatch]()
+    windowed, all_written = list[AttentionBatch](), planned._replace(columns=columns._replace(kv_start=columns.start))
     for table_NM in window_tables:
-        written = kernels[locate_rows](query_starts_N1, start, end, start, columns.rotary_delta, table_NM, num_rows)
+        written = locate_in(all_written, table_NM)
         own = replace(attention, block_table_NM=table_NM, write_blocks_T=written.write_blocks_T, gathers={})
         windowed.append(replace(own, is_all_written=not own.is_padded))
     return rows, replace(attention, windowed=tuple(windowed))

@@ -27,15 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
-from strandline.device.batches.batch import (
-    Column,
-    HostBatch,
-    HostReplay,
-    SequenceColumns,
-    StoredRows,
-    locate,
-    planned_step,
-)
+from strandline.device.batches.batch import HostBatch, HostReplay, StoredRows, locate
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -44,13 +36,8 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks, ChunkTable
 from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, TiledRows
 from strandline.kernels.recurrences.replay import insert_logged
-from strandline.kernels.sampling.verification import (
-    CHUNKS_OF_SEQUENCE,
-    AcceptedDrafts,
-    PlannedStep,
-    SampledSequences,
-    VerificationTables,
-)
+from strandline.kernels.sampling.verification import CHUNKS_OF_SEQUENCE, AcceptedDrafts, VerificationTables
+from strandline.kernels.step import Column, PlannedStep, SequenceColumns
 from strandline.records.plan import MAX_STOP_IDS
 
 ADAPTER_COLUMNS: Final = ("adapter_rows", "adapter_slots", "adapter_slots_of_rows")
@@ -187,17 +174,21 @@ class PaddedStep:
         named = self.named(buffer_I)
         return SequenceColumns(*(named[name][sequences] for name in SequenceColumns._fields))
 
-    def planned(self, buffer_I: Tensor) -> list[PlannedStep]:
+    def planned(self, buffer_I: Tensor, sequences: slice = slice(None)) -> PlannedStep:
+        """Return all sequences, or consecutive ones."""
+        named = self.named(buffer_I)
+        return PlannedStep(named["token_ids"], named["query_starts"], self.columns(buffer_I, sequences))
+
+    def planned_parts(self, buffer_I: Tensor) -> list[PlannedStep]:
         """Return what the device completes: all sequences or, in a step with drafts, decodes and then prompts."""
-        named, size = self.named(buffer_I), self.size
-        tokens_T, starts_N1 = named["token_ids"], named["query_starts"]
+        size = self.size
         if not size.has_drafts:
-            return [planned_step(tokens_T, starts_N1, self.columns(buffer_I))]
-        decodes = self.columns(buffer_I, slice(size.num_decodes))
-        parts = [planned_step(tokens_T[: size.num_decode_rows], starts_N1[: size.num_decodes + 2], decodes)]
+            return [self.planned(buffer_I)]
+        tokens_T, starts_N1, decodes = self.planned(buffer_I, slice(size.num_decodes))
+        parts = [PlannedStep(tokens_T[: size.num_decode_rows], starts_N1[: size.num_decodes + 2], decodes)]
         if size.num_prompts:
             prompts = self.columns(buffer_I, slice(size.first_prompt, None))
-            parts.append(planned_step(tokens_T, starts_N1[size.first_prompt :], prompts))
+            parts.append(PlannedStep(tokens_T, starts_N1[size.first_prompt :], prompts))
         return parts
 
     def stored(self, buffer_I: Tensor) -> StoredRows:
@@ -212,11 +203,9 @@ class PaddedStep:
             stored.append((named["cut_rows"], named["cut_slots"]))
         return stored
 
-    def sampled(self, buffer_I: Tensor) -> SampledSequences:
+    def sampled(self, buffer_I: Tensor) -> PlannedStep:
         """Return what tokens are chosen after, in a step with drafts: all but the last filler."""
-        named, whole = self.named(buffer_I), ("token_ids", "verdicts")
-        columns = {name: named[name] if name in whole else named[name][:-1] for name in SampledSequences._fields}
-        return SampledSequences(**columns)
+        return self.planned(buffer_I, slice(-1))
 
     def sequence_indices(self, host: HostBatch) -> list[int]:
         """Return the index of each sequence of a step that there is room for."""
@@ -246,14 +235,13 @@ class PaddedStep:
             tables: made of the same integers; None: the step has no drafts.
             window_tables: ``window_table_NM`` of each size of windows.
         """
-        size, named, columns = self.size, self.named(buffer_I), self.columns(buffer_I)
+        size, named, planned = self.size, self.named(buffer_I), self.planned(buffer_I)
+        columns = planned.columns
         num_single = 0 if size.has_drafts else size.num_decodes
         room = room_of(size.num_sequences - num_single, size.num_rows - num_single)
         rows, attention = locate(
-            columns,
-            named["query_starts"],
+            planned,
             [block_table_NM, *window_tables],
-            size.num_rows,
             kernels,
             are_single=not size.has_filler,
             query_starts=(*range(num_single), *(num_single + row for row in room)) if size.has_filler else (),

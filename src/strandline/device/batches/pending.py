@@ -15,7 +15,8 @@ from strandline.device.batches.prompt_room import MAX_PROMPTS
 from strandline.errors import EngineError
 from strandline.ids import RequestId
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling.verification import LastStep, PlannedStep, VerificationTables, resolve_pending
+from strandline.kernels.sampling.verification import LastStep, VerificationTables, resolve_pending
+from strandline.kernels.step import PlannedStep
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
 

@@ -23,7 +23,7 @@ from strandline.ids import NO_TOKEN
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import LastStep
-from strandline.kernels.step import locate_rows
+from strandline.kernels.step import PlannedStep, locate_rows
 from strandline.models.layers.protocol import DraftBlock, DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
@@ -66,7 +66,7 @@ class BlockDrafts:
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""
-        newest_N = self._last.tokens_P[: len(verified.sampled.end)].clamp_min(0)
+        newest_N = self._last.tokens_P[: len(verified.sampled.columns.end)].clamp_min(0)
         batch = padded_blocks(verified, newest_N, num_drafts, self._block, self._kernels)
         return self._drafts(batch, newest_N, num_drafts)
 
@@ -96,7 +96,7 @@ def padded_blocks(
         newest_N: each sequence's last sampled token.
         num_drafts: most of a sequence.
     """
-    sampled, table_NM, count = verified.sampled, verified.block_table_NM, len(newest_N)
+    sampled, table_NM, count = verified.sampled.columns, verified.block_table_NM, len(newest_N)
     most_rows = num_drafts + block.first_row
     num_rows = count * most_rows
     lengths_N = (sampled.next_drafts + block.first_row) * (sampled.next_drafts > 0)
@@ -107,10 +107,12 @@ def padded_blocks(
     # Assigning a number would copy it from the host, which a graph that is being captured cannot.
     starts_N2[-1:].fill_(num_rows)
     none_N1 = torch.zeros_like(start_N1)
-    addresses = kernels[locate_rows](starts_N2, start_N1, end_N1, none_N1, none_N1, table_NM, num_rows)
     row_T = torch.arange(num_rows, device=newest_N.device)
     sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
     is_newest_T = row_T == starts_N2[sequence_T]
+    tokens_T = torch.where(is_newest_T, pad(newest_N, (0, 1))[sequence_T], block.mask_token_id)
+    columns = sampled._replace(start=start_N1, end=end_N1, kv_start=none_N1, rotary_delta=none_N1)
+    addresses = kernels[locate_rows](PlannedStep(tokens_T, starts_N2, columns), table_NM)
     attention = replace(
         verified.batch.attention,
         query_starts=room_of(count + 1, num_rows),
@@ -125,7 +127,6 @@ def padded_blocks(
         gathers={},
         parts=(),
     )
-    tokens_T = torch.where(is_newest_T, pad(newest_N, (0, 1))[sequence_T], block.mask_token_id)
     return StepBatch(tokens_T, addresses.positions_T, 0, 0, attention, verified.batch.recurrent)
 
 

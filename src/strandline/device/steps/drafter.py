@@ -7,7 +7,8 @@ from torch import Tensor
 
 from strandline.ids import NULL_LOG, PendingToken
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.sampling.verification import AcceptedDrafts, SampledSequences
+from strandline.kernels.sampling.verification import AcceptedDrafts
+from strandline.kernels.step import PlannedStep
 from strandline.records.plan import SequencePlan
 
 
@@ -58,7 +59,7 @@ class Verified(NamedTuple):
     batch: StepBatch
     block_table_NM: Tensor
     """The blocks of all sequences, the last filler included."""
-    sampled: SampledSequences
+    sampled: PlannedStep
     accepted: AcceptedDrafts
     hidden_TE: Tensor
     starts_N1: Tensor

@@ -80,7 +80,7 @@ class CapturedStep:
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
-        self.planned = self.padded.planned(self.buffer_I)
+        self.planned_parts = self.padded.planned_parts(self.buffer_I)
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
         self.window_tables = window_tables
         """For each size of windows."""
@@ -206,7 +206,7 @@ class StepGraphs:
 
     def _step(self, step: CapturedStep) -> None:
         """Compute hidden states and, of decodes without drafts, the likeliest tokens."""
-        size, pending, (decodes, *prompts) = step.padded.size, self._pending, step.planned
+        size, pending, (decodes, *prompts) = step.padded.size, self._pending, step.planned_parts
         tables = pending.resolve(decodes, size.log_tokens)
         for part in prompts:
             pending.resolve(part)
@@ -231,7 +231,9 @@ class StepGraphs:
         """Count the drafts that agree, and draft for the next step."""
         pending, size = self._pending, step.padded.size
         accept, table_NM = self._kernels[accept_drafts], step.block_table_NM
-        accepted = accept(step.sampled, step.tokens_T, pending.last, table_NM, size.draft_tokens)
+        accepted = accept(
+            step.sampled, step.named["verdicts"], step.tokens_T, pending.last, table_NM, size.draft_tokens
+        )
         step.num_accepted_N = accepted.num_accepted_N
         if self._drafter is not None and (num_drafts := size.draft_tokens):
             verified = Verified(step.batch, table_NM, step.sampled, accepted, step.hidden_TE, step.single_starts_N1)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, NULL_SLOT
 from strandline.kernels.operation import operation, triton
+from strandline.kernels.step import PlannedStep
 
 CHUNKS_OF_SEQUENCE: Final = 2
 """Logged tokens and certain ones, then drafts. Kernels of a few tokens need no chunks on the 64-token grid."""
@@ -36,48 +37,6 @@ class Verdict(IntEnum):
     """Accepted if it equals the chosen token."""
     ACCEPT = 1
     REJECT = 2
-
-
-class PlannedStep(NamedTuple):
-    """What the host says of a step: rows of each sequence and, with drafts, rows of no sequence.
-
-    Tensors keep their addresses, so that a CUDA graph can read them.
-    """
-
-    token_ids: Tensor
-    """``[T]``; with drafts, as many as all sequences together may have: a certain token of each, and its drafts, where
-    sequences without rows are last."""
-    query_starts: Tensor
-    """Offsets of the sequences' rows and, with drafts, of the rows of no sequence: ``[N + 1]`` or ``[N + 2]``."""
-    start: Tensor
-    """``[N]``, as are all that follow: fields of a ``SequencePlan``."""
-    end: Tensor
-    state_dst: Tensor
-    log: Tensor
-    num_logged: Tensor
-    num_drafts: Tensor
-    pending: Tensor
-    source_row: Tensor
-    """The sequence's row in the last step, if its token is pending."""
-    stop_ids: Tensor
-    """``[N, S]``: tokens that end the sequence if they are pending; ``NO_TOKEN``: none."""
-
-
-class SampledSequences(NamedTuple):
-    """The sequences whose drafts are counted, and prompts: the token after each is chosen, or known."""
-
-    token_ids: Tensor
-    """``[T]`` of all rows of the step."""
-    verdicts: Tensor
-    """A ``Verdict`` for each row."""
-    last_row: Tensor
-    """``[N]``, as are all that follow; drafts are the rows up to this one."""
-    end: Tensor
-    num_drafts: Tensor
-    next_drafts: Tensor
-    rotary_delta: Tensor
-    stop_ids: Tensor
-    """``[N, S]``: tokens that are not counted as drafts."""
 
 
 class LastStep(NamedTuple):
@@ -151,28 +110,30 @@ def resolve_pending(planned: PlannedStep, last: LastStep, log_tokens: int = 0) -
     Args:
         log_tokens: tokens of a log; 0: the step verifies no drafts, and has no tables.
     """
-    count = len(planned.start)
-    is_pending_N = planned.pending != 0
-    token_N = last.tokens_P[planned.source_row]
-    is_stop_N = (planned.stop_ids == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
-    planned.state_dst.masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
-    taken_ND = torch.cat((token_N[:, None], last.drafts_PD[planned.source_row]), 1).clamp_min(0)
-    row_ND = planned.query_starts[:count, None] + torch.arange(taken_ND.shape[1], device=token_N.device)
-    is_taken_ND = is_pending_N[:, None] & (row_ND < planned.query_starts[1 : count + 1, None])
-    planned.token_ids[row_ND[is_taken_ND]] = taken_ND[is_taken_ND]
+    columns = planned.columns
+    count = len(columns.start)
+    is_pending_N = columns.pending != 0
+    token_N = last.tokens_P[columns.source_row]
+    is_stop_N = (columns.stop_ids == token_N[:, None]).any(-1) | (token_N == NO_TOKEN)
+    columns.state_dst.masked_fill_(is_pending_N & is_stop_N, NULL_SLOT)
+    taken_ND = torch.cat((token_N[:, None], last.drafts_PD[columns.source_row]), 1).clamp_min(0)
+    row_ND = planned.query_starts_N1[:count, None] + torch.arange(taken_ND.shape[1], device=token_N.device)
+    is_taken_ND = is_pending_N[:, None] & (row_ND < planned.query_starts_N1[1 : count + 1, None])
+    planned.token_ids_T[row_ND[is_taken_ND]] = taken_ND[is_taken_ND]
     if not log_tokens:
         return None
-    num_accepted_N = last.num_accepted_P[planned.source_row] * is_pending_N
-    for column_N in (planned.start, planned.end, planned.num_logged):
+    num_accepted_N = last.num_accepted_P[columns.source_row] * is_pending_N
+    for column_N in (columns.start, columns.end, columns.num_logged):
         column_N.add_(num_accepted_N)
     return _tables(planned, log_tokens)
 
 
 def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
     """Return the tables of chunks and of replayed rows, made from the data of each sequence."""
-    count, num_rows = len(planned.start), len(planned.token_ids)
+    columns, starts_N2 = planned.columns, planned.query_starts_N1
+    count, num_rows = len(columns.start), len(planned.token_ids_T)
     end = num_rows + count * log_tokens + 1
-    starts_N2, num_logged_N, num_drafts_N = planned.query_starts, planned.num_logged, planned.num_drafts
+    num_logged_N, num_drafts_N = columns.num_logged, columns.num_drafts
     first_row_N, num_rows_N = starts_N2[:count], starts_N2[1 : count + 1] - starts_N2[:count]
     place_D, place_L, index_N2, row_T = (
         torch.arange(number, device=starts_N2.device)
@@ -183,11 +144,11 @@ def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
     certain_rows_N = num_rows_N - num_drafts_N
     parts_N2 = torch.stack((own_row_N - num_logged_N, own_row_N + certain_rows_N), 1)
     lengths_N2 = torch.stack((num_logged_N + certain_rows_N, num_drafts_N), 1)
-    cut_N2 = torch.stack((planned.state_dst * has_drafts_N, torch.zeros_like(num_drafts_N)), 1)
+    cut_N2 = torch.stack((columns.state_dst * has_drafts_N, torch.zeros_like(num_drafts_N)), 1)
     is_logged_NL = place_L < num_logged_N[:, None]
     is_draft_ND = place_D < num_drafts_N[:, None]
-    first_place_N1 = (planned.log * log_tokens)[:, None]
-    is_kept_ND = is_draft_ND & (planned.state_dst != NULL_SLOT)[:, None]
+    first_place_N1 = (columns.log * log_tokens)[:, None]
+    is_kept_ND = is_draft_ND & (columns.state_dst != NULL_SLOT)[:, None]
     sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
     step_rows_T = torch.where(sequence_T < count, row_T + (sequence_T + 1) * log_tokens, end - 1)
     logged_rows_NL = torch.where(is_logged_NL, parts_N2[:, :1] + place_L, end - 1)
@@ -205,7 +166,7 @@ def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
         starts=F.pad(torch.where(is_real_N[:, None], parts_N2, end).flatten(), (0, 1), value=end),
         lengths=F.pad(lengths_N2.flatten(), (0, 1)),
         cut_slots=F.pad(cut_N2.flatten(), (0, 1)),
-        state_dst=F.pad(planned.state_dst * ~has_drafts_N, (0, 1)),
+        state_dst=F.pad(columns.state_dst * ~has_drafts_N, (0, 1)),
         step_rows=step_rows_T,
         logged_rows=logged_rows_NL.flatten(),
         logged_places=logged_places_NL.flatten(),
@@ -218,7 +179,8 @@ def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
 
 @operation(triton("sampling.verification_triton"))
 def accept_drafts(
-    sampled: SampledSequences,
+    sampled: PlannedStep,
+    verdicts_T: Tensor,
     tokens_T: Tensor,
     last: LastStep,
     block_table_NM: Tensor,
@@ -230,26 +192,29 @@ def accept_drafts(
     for the next drafts.
 
     Args:
+        sampled: sequences whose drafts are counted, and prompts: the token after each is chosen, or known. Drafts are
+            the rows up to the last one; ``token_ids_T`` has all rows of the step.
+        verdicts_T: a ``Verdict`` for each row.
         tokens_T: chosen behind each row, or known there; a draft that is accepted by force takes its place.
         last: read by ``resolve_pending`` before.
         draft_tokens: most drafts of a sequence.
     """
-    num_rows, count = len(tokens_T), len(sampled.end)
-    draft_T = sampled.token_ids.roll(-1)
-    tokens_T.copy_(torch.where(sampled.verdicts == Verdict.ACCEPT, draft_T, tokens_T))
-    agrees_T = (tokens_T == draft_T) & (sampled.verdicts != Verdict.REJECT)
+    num_rows, count = len(tokens_T), len(sampled.columns.end)
+    columns, draft_T = sampled.columns, sampled.token_ids_T.roll(-1)
+    tokens_T.copy_(torch.where(verdicts_T == Verdict.ACCEPT, draft_T, tokens_T))
+    agrees_T = (tokens_T == draft_T) & (verdicts_T != Verdict.REJECT)
     index_D = torch.arange(draft_tokens, device=tokens_T.device)
-    first_row_N = sampled.last_row - sampled.num_drafts
+    first_row_N = columns.last_row - columns.num_drafts
     row_ND = (first_row_N[:, None] + index_D).clamp_max(num_rows - 1)
-    is_stop_ND = (tokens_T[row_ND][:, :, None] == sampled.stop_ids[:, None]).any(-1)
-    agrees_ND = agrees_T[row_ND] & (index_D < sampled.num_drafts[:, None]) & ~is_stop_ND
+    is_stop_ND = (tokens_T[row_ND][:, :, None] == columns.stop_ids[:, None]).any(-1)
+    agrees_ND = agrees_T[row_ND] & (index_D < columns.num_drafts[:, None]) & ~is_stop_ND
     num_accepted_N = agrees_ND.long().cumprod(1).sum(1)
     last_row_N = first_row_N + num_accepted_N
     last.num_accepted_P[:count] = num_accepted_N
     last.tokens_P[:count] = tokens_T[last_row_N]
     index_F1 = index_D[1:, None]
-    num_further_N = (sampled.next_drafts - 1).clamp_min(0)
-    position_N = (sampled.end - 1 - sampled.num_drafts).clamp_min(0) + num_accepted_N
+    num_further_N = (columns.next_drafts - 1).clamp_min(0)
+    position_N = (columns.end - 1 - columns.num_drafts).clamp_min(0) + num_accepted_N
     positions_FN = position_N + num_further_N.minimum(index_F1)
     block_index_FN = (positions_FN // BLOCK_TOKENS).clamp_max(block_table_NM.shape[1] - 1)
     blocks_FN = block_table_NM[torch.arange(count, device=tokens_T.device), block_index_FN].long()
@@ -257,7 +222,7 @@ def accept_drafts(
         num_accepted_N=num_accepted_N,
         last_row_N=last_row_N,
         next_tokens_T=tokens_T.clamp_min(0),
-        rotary_FN=positions_FN + sampled.rotary_delta,
+        rotary_FN=positions_FN + columns.rotary_delta,
         context_lens_FN=positions_FN + 1,
         write_blocks_FN=blocks_FN * (index_F1 <= num_further_N),
         write_offsets_FN=positions_FN % BLOCK_TOKENS,

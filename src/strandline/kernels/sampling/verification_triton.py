@@ -17,12 +17,11 @@ from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     AcceptedDrafts,
     LastStep,
-    PlannedStep,
-    SampledSequences,
     Verdict,
     VerificationTables,
 )
 from strandline.kernels.sizes import next_power_of_2
+from strandline.kernels.step import PlannedStep
 
 BLOCK_SEQUENCES = 128
 BLOCK_ROWS = 32
@@ -188,17 +187,20 @@ def _resolve_kernel(
 
 def resolve_pending(planned: PlannedStep, last: LastStep, log_tokens: int = 0) -> VerificationTables | None:
     """As ``verification.resolve_pending``; all tensors contiguous."""
-    count, depth = len(planned.start), 0
+    token_ids_T, columns = planned.token_ids_T, planned.columns
+    count, depth = len(columns.start), 0
     tables = None
     if log_tokens:
-        depth = len(planned.token_ids) // count - 1
-        tables = _empty_tables(count, depth, log_tokens, planned.start.device)
+        depth = len(token_ids_T) // count - 1
+        tables = _empty_tables(count, depth, log_tokens, token_ids_T.device)
     _resolve_kernel[(count if tables is None else count + 1,)](
-        *planned, *last, *(tables or (None,) * len(VerificationTables._fields)),
+        token_ids_T, planned.query_starts_N1, columns.start, columns.end, columns.state_dst, columns.log,
+        columns.num_logged, columns.num_drafts, columns.pending, columns.source_row, columns.stop_ids,
+        *last, *(tables or (None,) * len(VerificationTables._fields)),
         count, last.drafts_PD.stride(0),
-        NUM_STOPS=planned.stop_ids.shape[1], CHUNKS=CHUNKS_OF_SEQUENCE, D=depth, L=log_tokens,
+        NUM_STOPS=columns.stop_ids.shape[1], CHUNKS=CHUNKS_OF_SEQUENCE, D=depth, L=log_tokens,
         BLOCK_E=next_power_of_2(1 + depth), BLOCK_L=next_power_of_2(max(log_tokens, 1)), BLOCK_N=BLOCK_SEQUENCES,
-        num_warps=NUM_WARPS, **overlap_options(planned.token_ids),
+        num_warps=NUM_WARPS, **overlap_options(token_ids_T),
     )  # fmt: skip
     return tables
 
@@ -300,14 +302,16 @@ def _accept_kernel(
 
 
 def accept_drafts(
-    sampled: SampledSequences,
+    sampled: PlannedStep,
+    verdicts_T: Tensor,
     tokens_T: Tensor,
     last: LastStep,
     block_table_NM: Tensor,
     draft_tokens: int,
 ) -> AcceptedDrafts:
     """As ``verification.accept_drafts``; all tensors contiguous."""
-    count, num_rows, num_further = len(sampled.end), len(tokens_T), max(draft_tokens - 1, 0)
+    columns = sampled.columns
+    count, num_rows, num_further = len(columns.end), len(tokens_T), max(draft_tokens - 1, 0)
     accepted = AcceptedDrafts(
         *(
             torch.empty(shape, dtype=torch.int64, device=tokens_T.device)
@@ -315,9 +319,11 @@ def accept_drafts(
         )
     )
     _accept_kernel[(count,)](
-        *sampled, tokens_T, last.num_accepted_P, last.tokens_P, block_table_NM, *accepted,
+        sampled.token_ids_T, verdicts_T, columns.last_row, columns.end, columns.num_drafts, columns.next_drafts,
+        columns.rotary_delta, columns.stop_ids,
+        tokens_T, last.num_accepted_P, last.tokens_P, block_table_NM, *accepted,
         count, num_rows, block_table_NM.shape[1], block_table_NM.stride(0),
-        NUM_STOPS=sampled.stop_ids.shape[1], D=draft_tokens, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
+        NUM_STOPS=columns.stop_ids.shape[1], D=draft_tokens, ACCEPT=int(Verdict.ACCEPT), REJECT=int(Verdict.REJECT),
         BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_E=next_power_of_2(1 + draft_tokens), BLOCK_T=BLOCK_ROWS, num_warps=NUM_WARPS,
     )  # fmt: skip
     return accepted

@@ -19,11 +19,10 @@ from strandline.kernels.sampling import verification
 from strandline.kernels.sampling.verification import (
     AcceptedDrafts,
     LastStep,
-    PlannedStep,
-    SampledSequences,
     Verdict,
     VerificationTables,
 )
+from strandline.kernels.step import PlannedStep, SequenceColumns
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
@@ -46,29 +45,47 @@ class Step(NamedTuple):
     planned: PlannedStep
     last: LastStep
     log_tokens: int
-    sampled: SampledSequences
+    sampled: PlannedStep
+    verdicts_T: Tensor
     tokens_T: Tensor
     block_table_NM: Tensor
     draft_tokens: int
 
     def to(self, device: str) -> "Step":
         """Return a copy."""
-        planned, last, sampled = (
-            type(tensors)(*(tensor.clone().to(device) for tensor in tensors))
-            for tensors in (self.planned, self.last, self.sampled)
+
+        def copied(planned: PlannedStep) -> PlannedStep:
+            columns = SequenceColumns(*map(copy, planned.columns))
+            return PlannedStep(copy(planned.token_ids_T), copy(planned.query_starts_N1), columns)
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.clone().to(device)
+
+        return self._replace(
+            planned=copied(self.planned),
+            last=LastStep(*map(copy, self.last)),
+            sampled=copied(self.sampled),
+            verdicts_T=copy(self.verdicts_T),
+            tokens_T=copy(self.tokens_T),
+            block_table_NM=copy(self.block_table_NM),
         )
-        others = (self.tokens_T.clone().to(device), self.block_table_NM.clone().to(device))
-        return Step(planned, last, self.log_tokens, sampled, *others, self.draft_tokens)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that a step may change."""
-        return (*self.planned, *self.last, *self.sampled, self.tokens_T, self.block_table_NM)
+        planned = (tensor for *rows, columns in (self.planned, self.sampled) for tensor in (*rows, *columns))
+        return (*planned, *self.last, self.verdicts_T, self.tokens_T, self.block_table_NM)
 
     @property
-    def outcome(self) -> tuple[SampledSequences, Tensor, LastStep, Tensor, int]:
+    def outcome(self) -> tuple[PlannedStep, Tensor, Tensor, LastStep, Tensor, int]:
         """What ``accept_drafts`` takes."""
-        return self.sampled, self.tokens_T, self.last, self.block_table_NM, self.draft_tokens
+        return self.sampled, self.verdicts_T, self.tokens_T, self.last, self.block_table_NM, self.draft_tokens
+
+
+def columns_of(count: int, **named: Tensor) -> SequenceColumns[Tensor]:
+    """Return the columns of some sequences, zeros but for those that are named."""
+    zeros = dict.fromkeys(SequenceColumns._fields, torch.zeros(count, dtype=torch.int64))
+    return SequenceColumns(**{**zeros, **named})
 
 
 PROMPTS = st.lists(st.integers(1, 99), max_size=3)
@@ -118,9 +135,8 @@ def steps(
     verdicts[-1] = Verdict.COMPARE
     # Any of these may be a sequence's.
     stop_ids_XS = torch.tensor([[NO_TOKEN, NO_TOKEN], [3, NO_TOKEN], [0, 2]])
-    planned = PlannedStep(
-        token_ids=random(4, num_rows),
-        query_starts=query_starts,
+    columns = columns_of(
+        count,
         start=start,
         end=start + ends_N.diff(prepend=torch.tensor([0])),
         state_dst=random(9, count) * is_real_N,
@@ -131,27 +147,30 @@ def steps(
         source_row=source_row,
         stop_ids=stop_ids_XS[random(2, count) * is_real_N],
     )
+    planned = PlannedStep(random(4, num_rows), query_starts, columns)
     # Prompts, after the rows of no sequence.
     prompt_ends_N = prompt_rows.cumsum(0)
     num_all = num_rows + int(prompt_rows.sum())
     none_N = torch.zeros(num_prompts, dtype=torch.int64)
     last_row = torch.cat(((ends_N - 1) * is_real_N, num_rows + prompt_ends_N - 1))
-    sampled = SampledSequences(
-        token_ids=torch.cat((planned.token_ids, random(4, num_all - num_rows))),
-        verdicts=torch.cat((verdicts, torch.zeros(num_all - num_rows, dtype=torch.int64))),
+    verdicts_T = torch.cat((verdicts, torch.zeros(num_all - num_rows, dtype=torch.int64)))
+    token_ids_T = torch.cat((planned.token_ids_T, random(4, num_all - num_rows)))
+    sampled_columns = columns_of(
+        count + num_prompts,
         last_row=last_row,
-        end=torch.cat((planned.end, prompt_rows + random(100, num_prompts))),
+        end=torch.cat((columns.end, prompt_rows + random(100, num_prompts))),
         num_drafts=torch.cat((num_drafts_N, none_N)),
         next_drafts=random(depth, count + num_prompts),
         rotary_delta=-random(100, count + num_prompts),
-        stop_ids=torch.cat((planned.stop_ids, stop_ids_XS[random(2, num_prompts)])),
+        stop_ids=torch.cat((columns.stop_ids, stop_ids_XS[random(2, num_prompts)])),
     )
+    sampled = PlannedStep(token_ids_T, query_starts, sampled_columns)
     tokens_T = random(4, num_all, least=NO_TOKEN)
     if draw(st.booleans()):
         # Most drafts agree.
-        tokens_T = torch.where(random(3, num_all) > 0, sampled.token_ids.roll(-1), tokens_T)
+        tokens_T = torch.where(random(3, num_all) > 0, token_ids_T.roll(-1), tokens_T)
     block_table_NM = random(10**6, count + num_prompts + 1, MOST_BLOCKS, least=1).to(torch.int32)
-    return Step(planned, last, log_tokens, sampled, tokens_T, block_table_NM, depth)
+    return Step(planned, last, log_tokens, sampled, verdicts_T, tokens_T, block_table_NM, depth)
 
 
 def check_tables(step: Step, device: str) -> None:
@@ -189,10 +208,8 @@ def check_accepted(step: Step, device: str) -> None:
 
 def assert_equal_steps(found: Step, expected: Step) -> None:
     """Check that all tensors are equal, those that were changed in place among them."""
-    for kind in ("planned", "last", "sampled"):
-        for name in getattr(expected, kind)._fields:
-            assert torch.equal(getattr(getattr(found, kind), name).cpu(), getattr(getattr(expected, kind), name)), name
-    assert torch.equal(found.tokens_T.cpu(), expected.tokens_T)
+    for index, (own, other) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
+        assert torch.equal(own.cpu(), other), index
 
 
 def plain_step(lengths: list[int], pending: list[int], source_row: list[int], stop_ids: list[list[int]]) -> PlannedStep:
@@ -200,8 +217,8 @@ def plain_step(lengths: list[int], pending: list[int], source_row: list[int], st
     count = len(lengths)
     query_starts = torch.tensor([0, *accumulate(lengths)])
     named = {"pending": pending, "source_row": source_row, "stop_ids": stop_ids, "state_dst": [*range(11, 11 + count)]}
-    columns = [torch.tensor(named.get(name, [0] * count)) for name in PlannedStep._fields[2:]]
-    return PlannedStep(torch.arange(70, 70 + sum(lengths)), query_starts, *columns)
+    columns = columns_of(count, **{name: torch.tensor(values) for name, values in named.items()})
+    return PlannedStep(torch.arange(70, 70 + sum(lengths)), query_starts, columns)
 
 
 VERSIONS = pytest.mark.parametrize(
@@ -218,8 +235,8 @@ def test_pending_tokens_are_filled_and_stop_token_keeps_state(resolve: Callable[
     pending = [0, *[PendingToken.MAY_STOP] * 3, 0]
     planned = plain_step([1, 1, 1, 1, 2], pending, [0, 2, 2, 1, 0], [two, none, one, one, two])
     assert resolve(planned, last) is None
-    assert planned.token_ids.tolist() == [70, 5, 5, 9, 74, 75]
-    assert planned.state_dst.tolist() == [11, 12, 0, 14, 15]
+    assert planned.token_ids_T.tolist() == [70, 5, 5, 9, 74, 75]
+    assert planned.columns.state_dst.tolist() == [11, 12, 0, 14, 15]
 
 
 @VERSIONS
@@ -229,8 +246,8 @@ def test_sequence_without_a_sampled_token_keeps_its_state(resolve: Callable[...,
     last = LastStep.empty(2, 3, torch.device("cpu"))._replace(tokens_P=torch.tensor([NO_TOKEN, 5]))
     planned = plain_step([1, 1, 1], [pending, 0, PendingToken.GOES_ON], [0, 0, 1], [[NO_TOKEN]] * 3)
     resolve(planned, last)
-    assert planned.token_ids.tolist() == [0, 71, 5]
-    assert planned.state_dst.tolist() == [0, 12, 13]
+    assert planned.token_ids_T.tolist() == [0, 71, 5]
+    assert planned.columns.state_dst.tolist() == [0, 12, 13]
 
 
 @interpreted
@@ -256,16 +273,15 @@ def test_many_sequences_give_torchs_tables(step: Step) -> None:
 
 def test_further_drafts_are_written_where_blocks_are_reserved() -> None:
     zero, position = torch.zeros(1, dtype=torch.int64), BLOCK_TOKENS - 1
-    sampled = SampledSequences(
-        torch.tensor([5, 6, 0, 0, 0]),
-        torch.zeros(5, dtype=torch.int64),
-        *(zero + value for value in (1, position + 1, 1, 3, -4)),
-        torch.tensor([[NO_TOKEN]]),
-    )
+    values = {"last_row": 1, "end": position + 1, "num_drafts": 1, "next_drafts": 3, "rotary_delta": -4}
+    named = {name: zero + value for name, value in values.items()}
+    columns = columns_of(1, **named, stop_ids=torch.tensor([[NO_TOKEN]]))
+    sampled = PlannedStep(torch.tensor([5, 6, 0, 0, 0]), torch.tensor([0, 2]), columns)
+    verdicts_T = torch.zeros(5, dtype=torch.int64)
     tokens_T = torch.tensor([6, NO_TOKEN, 1, 2, 3])
     table_NM = torch.tensor([[11, 12], [0, 0]], dtype=torch.int32)
     last = LastStep.empty(1, 4, torch.device("cpu"))
-    accepted = verification.accept_drafts.reference(sampled, tokens_T, last, table_NM, 4)
+    accepted = verification.accept_drafts.reference(sampled, verdicts_T, tokens_T, last, table_NM, 4)
     assert accepted.num_accepted_N.tolist() == [1]
     assert accepted.last_row_N.tolist() == [1]
     assert accepted.next_tokens_T.tolist() == [6, 0, 1, 2, 3]
