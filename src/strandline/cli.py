@@ -19,18 +19,17 @@ from strandline.bench.serving.flags import add_report_flags, add_serve_flags
 from strandline.config import (
     CACHE_MODES,
     DEVICES,
-    DISK_CACHE_SIZE,
     DTYPES,
     EXECUTORS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
-    OBJECT_STORE_SIZE,
     REMEMBERED_ANSWERS,
     SCHEDULING_POLICIES,
     EngineConfig,
     flag,
 )
 from strandline.errors import ConfigError, RequestError, StrandlineError
+from strandline.file_tiers import DISK, OBJECTS
 from strandline.foreign_flags import FOREIGN_FLAGS
 from strandline.server.flags import Extend, add_server_flags
 from strandline.specs import SNAPSHOT_DTYPES
@@ -252,9 +251,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     text = "host memory for evicted entries, such as 64GiB, of each engine (default: none)"
     add("--host-memory", metavar="SIZE", help=text)
     add("--disk-cache", metavar="DIR", help="directory for evicted entries, kept across restarts (default: none)")
-    add("--disk-cache-size", metavar="SIZE", help=f"size of each engine's disk cache (default: {DISK_CACHE_SIZE})")
+    add("--disk-cache-size", metavar="SIZE", help=f"size of each engine's disk cache (default: {DISK.default_size})")
     add("--object-store", metavar="s3://BUCKET/PREFIX", help="bucket for evicted entries, which engines share")
-    add("--object-store-size", metavar="SIZE", help=f"how much of it each engine uses (default: {OBJECT_STORE_SIZE})")
+    text = f"how much of it each engine uses (default: {OBJECTS.default_size})"
+    add("--object-store-size", metavar="SIZE", help=text)
     text = "dtype of snapshots below the device; only float32 is exact (default: %(default)s)"
     add("--snapshot-dtype", choices=SNAPSHOT_DTYPES, default="float32", help=text)
     add(

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, Final
 
 from strandline.errors import ConfigError
+from strandline.file_tiers import DISK, OBJECTS, FileTier, read_bucket_url
 from strandline.ids import BLOCK_TOKENS
 from strandline.json_options import read_json_option
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
@@ -38,13 +39,6 @@ MEDIA: Final = ("image", "video", "audio")
 
 MIN_MODEL_LEN: Final = 2
 """A token of a prompt, and one of output."""
-DISK_CACHE_SIZE: Final = "100GiB"
-"""The size of a disk cache that is given none."""
-OBJECT_STORE_SIZE: Final = "1TiB"
-"""As much of an object store as an engine uses that is given no size."""
-_SEGMENT: Final = r"(?!\.{1,2}(?:/|$))[^/\x00-\x1f\x7f]+"
-OBJECT_STORE_URL: Final = re.compile(rf"s3://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/+(?:({_SEGMENT}(?:/{_SEGMENT})*)/*)?)?")
-"""A bucket, and what the names of the objects in it begin with."""
 REMEMBERED_ANSWERS: Final = "64MiB"
 """The memory for the tokens of answers, unless another is given."""
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -283,17 +277,24 @@ class EngineConfig:
         """Check the options of host memory, the disk cache and the object store."""
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "--host-memory")
-        _require_type("disk_cache", self.disk_cache, (str, NoneType))
-        if self.disk_cache_size is not None:
-            parse_bytes(self.disk_cache_size, "--disk-cache-size")
-            if self.disk_cache is None:
-                raise ConfigError(
-                    f"--disk-cache-size {self.disk_cache_size} is the size of a disk cache, and there is none; add "
-                    "--disk-cache DIR"
-                )
+        for tier, place, size in self._file_tiers:
+            _require_type(tier.flag[2:].replace("-", "_"), place, (str, NoneType))
+            if size is not None:
+                parse_bytes(size, tier.size_flag)
+                if place is None:
+                    raise ConfigError(
+                        f"{tier.size_flag} {size} is for the {tier.title}, and there is none; add {tier.flag} "
+                        f"{tier.placeholder}"
+                    )
         if self.disk_cache == "":
             raise ConfigError("--disk-cache must be a directory, got ''")
-        self._require_object_store()
+        if self.object_store is not None:
+            read_bucket_url(self.object_store)
+            if self.disk_cache is not None:
+                raise ConfigError(
+                    "--object-store cannot be combined with --disk-cache: both are the tier below host memory; drop "
+                    "one of the two"
+                )
         if self.snapshot_dtype != "float32":
             if self.deterministic:
                 raise ConfigError(
@@ -309,34 +310,23 @@ class EngineConfig:
     @property
     def has_tiers(self) -> bool:
         """Whether what the cache evicts is stored below the device."""
-        return self.host_memory is not None or bool(self.file_tier)
+        return self.host_memory is not None or self.file_tier is not None
 
     @property
-    def file_tier(self) -> str:
-        """What messages call the tier whose files outlive the process; empty: there is none."""
-        if self.object_store is not None:
-            return "object store"
-        return "disk cache" if self.disk_cache is not None else ""
+    def _file_tiers(self) -> tuple[tuple[FileTier, str | None, str | int | None], ...]:
+        """The kinds of tiers in files, and what is given for each: where it is, and its size."""
+        return (DISK, self.disk_cache, self.disk_cache_size), (OBJECTS, self.object_store, self.object_store_size)
 
-    def _require_object_store(self) -> None:
-        """Check the options of the object store."""
-        _require_type("object_store", self.object_store, (str, NoneType))
-        if self.object_store is None:
-            if self.object_store_size is not None:
-                raise ConfigError(
-                    f"--object-store-size {self.object_store_size} is how much of an object store is used, and there "
-                    "is none; add --object-store s3://BUCKET/PREFIX"
-                )
-            return
-        if OBJECT_STORE_URL.fullmatch(self.object_store) is None:
-            raise ConfigError(f"--object-store must be s3://BUCKET or s3://BUCKET/PREFIX, got {self.object_store!r}")
-        if self.object_store_size is not None:
-            parse_bytes(self.object_store_size, "--object-store-size")
-        if self.disk_cache is not None:
-            raise ConfigError(
-                "--object-store cannot be combined with --disk-cache: both are the tier below host memory; drop one of "
-                "the two"
-            )
+    @property
+    def file_tier(self) -> FileTier | None:
+        """The tier whose files outlive the process; None: there is none."""
+        return next((tier for tier, place, _ in self._file_tiers if place is not None), None)
+
+    @property
+    def file_tier_size(self) -> str | int:
+        """Its size, or as much of it as the engine uses; 0: there is none."""
+        given = ((tier, size) for tier, place, size in self._file_tiers if place is not None)
+        return next((tier.default_size if size is None else size for tier, size in given), 0)
 
     def _require_cache(self) -> None:
         """Refuse options that would have no effect because nothing can be hit."""

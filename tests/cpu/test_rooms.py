@@ -26,7 +26,15 @@ VOCABULARY = frozenset(
         "json_options",
     }
     | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields", "tier_sizes"}
-    | {"architectures", "picture_config", "lora_config", "log_format", "foreign_flags", "weight_transfer_config"}
+    | {
+        "architectures",
+        "picture_config",
+        "lora_config",
+        "log_format",
+        "foreign_flags",
+        "weight_transfer_config",
+        "file_tiers",
+    }
 )
 ROOMS = {
     "vocabulary": frozenset[str](),

@@ -109,7 +109,7 @@ class UniExecutor:
             )
             if device.type == "cpu":
                 self.runner.arena.prefault(PREFAULTED_BYTES)
-            lower, self._disk = attach_stores(
+            lower, self._files = attach_stores(
                 config, self.runner.arena, self.runner.transfers, weights, ranks, progress=progress
             )
         corrects_lengths = draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager
@@ -186,9 +186,9 @@ class UniExecutor:
         return self.runner.transfers.wait(timeout_s)
 
     def rename_stored(self, places: Mapping[int, int]) -> None:
-        """Give new names to the places of what the disk cache has kept, and remove what gets none. Before any step."""
-        if self._disk is not None:
-            self._disk.rename(places)
+        """Give new names to the places of what its files have kept, and remove what gets none. Before any step."""
+        if self._files is not None:
+            self._files.rename(places)
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Compile a grammar in the calling thread; any thread may call.

@@ -13,8 +13,8 @@ from datetime import timedelta
 from threading import Thread, current_thread
 from typing import Any, Final, NamedTuple, TypeVar
 
-from strandline.config import OBJECT_STORE_URL
 from strandline.errors import ConfigError
+from strandline.file_tiers import read_bucket_url
 
 ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables that may name the server, the first one that is set."""
@@ -55,10 +55,7 @@ class Bucket:
     """
 
     def __init__(self, url: str) -> None:
-        match = OBJECT_STORE_URL.fullmatch(url)
-        if match is None:
-            raise ConfigError(f"--object-store must be s3://BUCKET or s3://BUCKET/PREFIX, got {url!r}")
-        name, prefix = match.groups()
+        name, prefix = read_bucket_url(url)
         try:
             import obstore
             from obstore import exceptions, store

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from strandline.device.stores.arena_copies import ArenaCopies
-from strandline.device.stores.file_store import DISK_STORE, MAX_STORES, FileStore
+from strandline.device.stores.file_store import MAX_STORES, FileStore
 from strandline.device.stores.host_store import HOST_STORE, HostStore
 from strandline.device.stores.transfers import Transfers
+from strandline.file_tiers import DISK
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.account import SnapshotKind
@@ -47,9 +48,9 @@ class Scene:
         self.directory = DiskDirectory(path, {"weights": "one"}, SPEC.raw_block_bytes, [SPEC.raw_slot_bytes])
         self.kept, self.addresses = self.directory.scan()
         copies = ArenaCopies(self.arena)
-        self.disk = FileStore(DISK_STORE, self.directory, self.addresses, self.host, copies, self.transfers.completions)
+        self.disk = FileStore(DISK.store, self.directory, self.addresses, self.host, copies, self.transfers.completions)
         self.transfers.attach(HOST_STORE, self.host)
-        self.transfers.attach(DISK_STORE, self.disk)
+        self.transfers.attach(DISK.store, self.disk)
         self.begin(
             StoreOut(TransferId(1), HOST_STORE, ((BlockId(21), 1), (BlockId(22), 2)), (SnapshotCopy(SlotId(3), 3),))
         )
@@ -66,12 +67,12 @@ class Scene:
         path = StoredPath("t", DATA, blocks, addresses[3], addresses[4], SnapshotKind.MARK, 0, is_shared=False)
         stored = ((1, addresses[1]), (2, addresses[2]), (3, addresses[3]), (1, addresses[4]))
         blocks_out = ((BlockId(20), addresses[0]),)
-        return self.begin(StoreOut(TransferId(2), DISK_STORE, blocks_out, (), stored, path, is_final=is_final))
+        return self.begin(StoreOut(TransferId(2), DISK.store, blocks_out, (), stored, path, is_final=is_final))
 
     def load(self, first: int = 10) -> Completion:
         addresses = range(first, first + 5)
         blocks = tuple((BlockId(30 + index), address) for index, address in enumerate((*addresses[:3], addresses[4])))
-        return self.begin(LoadIn(TransferId(3), DISK_STORE, blocks, (SnapshotCopy(SlotId(8), addresses[3]),)))
+        return self.begin(LoadIn(TransferId(3), DISK.store, blocks, (SnapshotCopy(SlotId(8), addresses[3]),)))
 
     def files(self, kind: str) -> list[Path]:
         return sorted(self.path.glob(f"*.{kind}"))
@@ -175,7 +176,7 @@ def test_stores_that_wait_are_not_tried_in_a_pause(scene: Scene, monkeypatch: py
     path = StoredPath("t", DATA, None, 10, 11, SnapshotKind.MARK, 0, is_shared=False)
     numbers = range(2, 2 + 2 * MAX_STORES)
     for number in numbers:
-        scene.transfers.begin(StoreOut(TransferId(number), DISK_STORE, (), (), ((3, 10), (1, 11)), path))
+        scene.transfers.begin(StoreOut(TransferId(number), DISK.store, (), (), ((3, 10), (1, 11)), path))
     scene.wait_until(lambda: len(tries) == MAX_STORES)
     may_fail.set()
     ended = list[Completion]()
@@ -216,7 +217,7 @@ def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
     order = [by_name["blocks", 0], by_name["blocks", 1], by_name["blocks", 2]]
     loads = tuple((BlockId(30 + index), address) for index, address in enumerate(order))
     second.arena.block(BlockId(31)).zero_()
-    assert second.begin(LoadIn(TransferId(3), DISK_STORE, loads, ())).is_done
+    assert second.begin(LoadIn(TransferId(3), DISK.store, loads, ())).is_done
     assert torch.equal(second.arena.block(BlockId(31)), first.arena.block(BlockId(21)))
     second.transfers.close()
 
@@ -235,16 +236,16 @@ def test_what_gets_no_new_name_leaves_the_disk(tmp_path: Path, caplog: pytest.Lo
     assert "3 blocks and snapshots of the disk cache" in caplog.text
     assert "are of no use: other ranks lack them" in caplog.text
     loads = ((BlockId(30), 90), (BlockId(31), blocks[0]))
-    assert second.begin(LoadIn(TransferId(3), DISK_STORE, loads, ())).is_done
+    assert second.begin(LoadIn(TransferId(3), DISK.store, loads, ())).is_done
     for target, source in ((30, 20), (31, 21)):
         assert torch.equal(second.arena.block(BlockId(target)), first.arena.block(BlockId(source)))
-    assert second.begin(LoadIn(TransferId(4), DISK_STORE, ((BlockId(32), blocks[1]),), ())).lost == (blocks[1],)
+    assert second.begin(LoadIn(TransferId(4), DISK.store, ((BlockId(32), blocks[1]),), ())).lost == (blocks[1],)
     second.transfers.close()
 
 
 def test_cancelled_loads_that_wait_are_reported(scene: Scene) -> None:
     scene.store()
     with scene.disk._changed:
-        scene.transfers.begin(LoadIn(TransferId(5), DISK_STORE, ((BlockId(30), 10),), ()))
+        scene.transfers.begin(LoadIn(TransferId(5), DISK.store, ((BlockId(30), 10),), ()))
         scene.disk.cancel(TransferId(5))
     assert scene.transfers.wait(60.0) == (Completion(TransferId(5), is_done=False),)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from strandline.device.executor import ExecutorFacts
-from strandline.device.stores.lower_stores import DiskFacts, LowerFacts
+from strandline.device.stores.lower_stores import FileFacts, LowerFacts
 from strandline.engine.workers.rank_facts import join_facts
 from strandline.errors import EngineError
+from strandline.file_tiers import DISK
 from strandline.records.kept import NOTHING, Kept, KeptBlocks
 from strandline.records.path_hashes import root_hash
 from strandline.records.tokens import encode
@@ -18,8 +19,8 @@ FACTS = ExecutorFacts(SPEC, 100, 512, "cpu", 20, 0, needs_warm_up=False, fallbac
 
 
 def with_disk(rank: int, kept: Kept, *, num_blocks: int = 8) -> ExecutorFacts:
-    disk = DiskFacts(f"/cache/{rank}", num_blocks, bytes([rank]), [kept], scan_s=float(rank))
-    return replace(FACTS, lower=LowerFacts(4, disk=disk))
+    files = FileFacts(DISK, num_blocks, f"/cache/{rank}", bytes([rank]), kept=[kept], scan_s=float(rank))
+    return replace(FACTS, lower=LowerFacts(4, files=files))
 
 
 def test_each_phase_took_as_long_as_on_the_slowest_rank() -> None:
@@ -44,7 +45,7 @@ def test_disks_of_ranks_become_one() -> None:
     joined, renames = join_facts([with_disk(rank, kept[rank]) for rank in (0, 1)])
     [block] = kept[0].blocks
     expected = Kept((block._replace(addresses=(1,)),), ())
-    assert joined.lower.disk == DiskFacts("/cache/0", 8, b"\0", [expected], 1.0)
+    assert joined.lower.files == FileFacts(DISK, 8, "/cache/0", b"\0", kept=[expected], scan_s=1.0)
     assert renames == [{3: 1}, {7: 1}]
 
 

@@ -33,9 +33,6 @@ from strandline.transfer.checksum import Buffer
 from strandline.transfer.stored_files import PIECE_BYTES, FilePart, Located, LostItemsError, StoredFile
 
 LOGGER: Final = logging.getLogger("strandline.tiers")
-DISK_STORE: Final = "disk"
-OBJECT_STORE: Final = "objects"
-"""Their names in actions."""
 MAX_STORES: Final = 3
 """Most stores that are written at once."""
 PAUSE_S: Final = 30.0

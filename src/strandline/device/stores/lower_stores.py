@@ -1,21 +1,23 @@
 """The stores below the device: host memory and, below that, a disk or an object store."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.config import DISK_CACHE_SIZE, OBJECT_STORE_SIZE, EngineConfig
+from strandline.config import EngineConfig
 from strandline.device.hardware.dtypes import machine_bytes
 from strandline.device.stores.arena_copies import ArenaCopies
-from strandline.device.stores.file_store import DISK_STORE, OBJECT_STORE, FileStore
+from strandline.device.stores.file_store import Files, FileStore
 from strandline.device.stores.host_store import HOST_STORE, HostStore, PinnedStore, choose_staging_bytes
 from strandline.device.stores.snapshot_encoding import slot_encoding
 from strandline.device.stores.transfers import Transfers
 from strandline.errors import ConfigError, cause_of
+from strandline.file_tiers import DISK, OBJECTS, FileTier
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.records.kept import Kept
@@ -23,34 +25,29 @@ from strandline.specs import ModelSpec
 from strandline.tier_sizes import blocks_below, buffer_blocks, least_bytes_below
 from strandline.transfer.disk_directory import DiskDirectory
 from strandline.transfer.layout import layout_of
-from strandline.transfer.object_files import ObjectFiles
+from strandline.transfer.object_files import SALT_KEY, ObjectFiles
+from strandline.transfer.stored_files import Located
 from strandline.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
-class DiskFacts:
-    """Facts about a disk cache that the core needs."""
+class FileFacts:
+    """Facts about a tier in files that the core needs."""
 
-    directory: str
+    tier: FileTier
     num_blocks: int
-    """Its size."""
+    """Its size, or as much of it as the engine uses."""
+    place: str
+    """A directory or a URL; on a rank, the rank's."""
     key: bytes
-    """Secret that salts are hashed with."""
-    kept: list[Kept]
-    """Entries from earlier processes, in a list of one, which the core empties; on a rank, the rank's part."""
-    scan_s: float
+    """What salts are hashed with."""
+    layout: dict[str, str] = field(default_factory=dict)
+    """That of the first rank's files, where further ones are found while the engine runs."""
+    kept: list[Kept] = field(default_factory=list)
+    """Entries from earlier processes, in a list of one, which the core empties; on a rank, the rank's part. Empty: all
+    are found while the engine runs."""
+    scan_s: float = 0.0
     """Time to read them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectFacts:
-    """Facts about an object store that the core needs."""
-
-    url: str
-    num_blocks: int
-    """As much of it as the engine uses."""
-    layout: dict[str, str]
-    """That of the first rank's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +58,8 @@ class LowerFacts:
     """Size of the host memory, in blocks; 0: there is none."""
     is_buffer: bool = False
     """Whether none is configured: it only passes data on to the tier below."""
-    disk: DiskFacts | None = None
-    objects: ObjectFacts | None = None
+    files: FileFacts | None = None
+    """The tier below that; None: there is none."""
 
 
 def lower_device_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device) -> int:
@@ -79,7 +76,7 @@ def attach_stores(
     *,
     progress: bool,
 ) -> tuple[LowerFacts, FileStore | None]:
-    """Create this rank's configured stores; also return the disk's.
+    """Create this rank's configured stores; also return that of files.
 
     Args:
         weights: a digest of the model's weights.
@@ -94,38 +91,58 @@ def attach_stores(
     if config.host_memory is not None:
         num_blocks = blocks_below(config.host_memory, "--host-memory", spec, config.snapshot_dtype)
     _require_host_memory(config, spec, num_blocks * spec.block_bytes, ranks.size)
-    num_disk_blocks = _num_blocks(config.disk_cache_size, DISK_CACHE_SIZE, "--disk-cache-size", config, spec)
-    num_object_blocks = _num_blocks(config.object_store_size, OBJECT_STORE_SIZE, "--object-store-size", config, spec)
+    tier, num_file_blocks = config.file_tier, 0
+    if tier is not None:
+        num_file_blocks = blocks_below(config.file_tier_size, tier.size_flag, spec, config.snapshot_dtype)
     slots = slot_encoding(spec, config.snapshot_dtype)
     new_store = PinnedStore if arena.bytes.device.type == "cuda" else HostStore
     host = new_store(arena, num_blocks, transfers.completions, slots)
     transfers.attach(HOST_STORE, host)
     facts = LowerFacts(num_blocks, config.host_memory is None)
+    if tier is None:
+        return facts, None
     layout = _layout(config, spec, weights, arena.bytes.device, ranks)
-    below = host, ArenaCopies(arena, slots), transfers.completions
     if config.object_store is not None:
         files = open_object_files(config.object_store, layout, spec, config.snapshot_dtype)
-        transfers.attach(OBJECT_STORE, FileStore(OBJECT_STORE, files, {}, *below))
-        return replace(facts, objects=ObjectFacts(config.object_store, num_object_blocks, layout)), None
-    if config.disk_cache is None:
-        return facts, None
+        opened = _OpenFiles(FileFacts(tier, num_file_blocks, config.object_store, SALT_KEY, layout), files, {})
+    else:
+        opened = _open_directory(config, layout, spec, num_file_blocks, ranks, progress=progress)
+    copies = ArenaCopies(arena, slots)
+    store = FileStore(tier.store, opened.files, opened.addresses, host, copies, transfers.completions)
+    transfers.attach(tier.store, store)
+    return replace(facts, files=opened.facts), store
+
+
+class _OpenFiles(NamedTuple):
+    """The files of a tier."""
+
+    facts: FileFacts
+    files: Files
+    addresses: dict[int, Located]
+    """Locations of all entries that they hold at the start."""
+
+
+def _open_directory(
+    config: EngineConfig, layout: dict[str, str], spec: ModelSpec, num_blocks: int, ranks: Ranks, *, progress: bool
+) -> _OpenFiles:
+    """Open the directory of this rank, and read what earlier processes have written there.
+
+    Args:
+        num_blocks: its size.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     start_s = SYSTEM_CLOCK()
     sizes = spec.stored_snapshots(config.snapshot_dtype).sizes_bytes
-    directory = DiskDirectory(Path(config.disk_cache), layout, spec.raw_block_bytes, sizes, ranks.rank)
+    directory = DiskDirectory(Path(config.disk_cache or ""), layout, spec.raw_block_bytes, sizes, ranks.rank)
     if ranks.rank == 0:
         directory.remove_ranks_from(ranks.size)
-    with tqdm(desc="disk cache", disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
+    with tqdm(desc=DISK.title, disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
         found = directory.scan(bar.update)
-    store = FileStore(DISK_STORE, directory, found.addresses, *below)
-    transfers.attach(DISK_STORE, store)
-    disk = DiskFacts(
-        str(directory.path),
-        num_disk_blocks,
-        directory.key,
-        [found.kept],
-        SYSTEM_CLOCK() - start_s,
-    )
-    return replace(facts, disk=disk), store
+    scan_s = SYSTEM_CLOCK() - start_s
+    facts = FileFacts(DISK, num_blocks, str(directory.path), directory.key, kept=[found.kept], scan_s=scan_s)
+    return _OpenFiles(facts, directory, found.addresses)
 
 
 def open_object_files(url: str, layout: dict[str, str], spec: ModelSpec, snapshot_dtype: str) -> ObjectFiles:
@@ -140,13 +157,8 @@ def open_object_files(url: str, layout: dict[str, str], spec: ModelSpec, snapsho
         files.require_access()
     except OSError as error:
         files.close()
-        raise ConfigError(f"--object-store {url} cannot be used: {cause_of(error)}") from error
+        raise ConfigError(f"{OBJECTS.flag} {url} cannot be used: {cause_of(error)}") from error
     return files
-
-
-def _num_blocks(size: str | int | None, default: str, name: str, config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the size of a tier in files, in blocks."""
-    return blocks_below(default if size is None else size, name, spec, config.snapshot_dtype)
 
 
 def _require_host_memory(config: EngineConfig, spec: ModelSpec, num_bytes: int, num_ranks: int) -> None:
@@ -163,7 +175,7 @@ def _require_host_memory(config: EngineConfig, spec: ModelSpec, num_bytes: int, 
     if config.host_memory is not None:
         raise ConfigError(f"--host-memory of {num_bytes:,} bytes{each} {found}; lower it")
     least_bytes = least_bytes_below(spec, config.snapshot_dtype)
-    flag = "--disk-cache" if config.disk_cache is not None else "--object-store"
+    flag = "" if config.file_tier is None else config.file_tier.flag
     raise ConfigError(
         f"{flag} needs a buffer of {num_bytes:,} bytes of host memory{each}, which {found}; give --host-memory, "
         f"of at least {least_bytes:,} bytes, or leave out {flag}"

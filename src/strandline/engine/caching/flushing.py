@@ -9,12 +9,9 @@ from strandline.cache import PrefixCache
 from strandline.cache.tiers import Loads
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.executor import Executor
-from strandline.device.stores.file_store import DISK_STORE, OBJECT_STORE
 from strandline.engine.scheduling.load_queue import LoadQueue
 from strandline.records.messages import FLUSH_S, FlushReport
 
-TITLES: Final = {DISK_STORE: "disk cache", OBJECT_STORE: "object store"}
-"""What messages call the tier of each store."""
 WAIT_S: Final = 0.1
 """How often to look whether to stop."""
 
@@ -44,12 +41,11 @@ def flush(
     while loads.spills and len(loads) and not is_over():
         executor.carry_out(cache.take_actions())
         loading.complete(executor.wait_for_transfers(WAIT_S))
-    writing = loads.begin_flush()
-    if writing is None:
+    writing, files = loads.begin_flush(), executor.facts.lower.files
+    if writing is None or files is None:
         return None
-    lower = loads.tiers[-1]
-    before, tier = lower.num_blocks_written, TITLES.get(lower.store, lower.store)
-    text, num_sources = f"writing to the {tier}", writing.num_left
+    lower, tier = loads.tiers[-1], files.tier.title
+    before, text, num_sources = lower.num_blocks_written, f"writing to the {tier}", writing.num_left
     with tqdm(desc=text, total=num_sources, disable=None, unit="snapshot", leave=False, delay=1) as bar:
         while writing.num_left and not is_over():
             executor.carry_out(cache.take_actions())

@@ -15,9 +15,9 @@ from strandline.cache.tiers import Loads
 from strandline.cache.tiers.adoption import FoundPath, KnownPaths
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.executor import ExecutorFacts
-from strandline.device.stores.file_store import OBJECT_STORE
 from strandline.device.stores.lower_stores import open_object_files
 from strandline.errors import ConfigError, cause_of
+from strandline.file_tiers import OBJECTS
 from strandline.records.actions import FoundFile
 from strandline.records.kept import KeptBlocks, KeptSnapshot
 from strandline.transfer.object_files import ObjectFiles
@@ -155,7 +155,7 @@ class Discoveries:
             self._enter(found)
 
     def _enter(self, found: Discovery) -> None:
-        self._loads.adopt(OBJECT_STORE, found.files, found.paths)
+        self._loads.adopt(OBJECTS.store, found.files, found.paths)
 
     def close(self) -> None:
         """Look for nothing more."""
@@ -168,13 +168,13 @@ def open_discoveries(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) ->
     Raises:
         ConfigError: the object store cannot be listed.
     """
-    objects, spec = facts.lower.objects, facts.spec
-    if objects is None or not loads.tiers:
+    found, spec = facts.lower.files, facts.spec
+    if found is None or found.tier != OBJECTS or not loads.tiers:
         return None
-    files = open_object_files(objects.url, objects.layout, spec, snapshot_dtype)
+    files = open_object_files(found.place, found.layout, spec, snapshot_dtype)
     try:
         catalog = ObjectCatalog(files, has_snapshots=spec.stored_snapshots(snapshot_dtype).max_blocks > 0)
     except OSError as error:
         files.close()
-        raise ConfigError(f"--object-store {objects.url} cannot be listed: {cause_of(error)}") from error
+        raise ConfigError(f"{OBJECTS.flag} {found.place} cannot be listed: {cause_of(error)}") from error
     return Discoveries(catalog, loads)

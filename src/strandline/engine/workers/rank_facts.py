@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strandline.device.executor import ExecutorFacts
-from strandline.device.stores.lower_stores import DiskFacts
 from strandline.engine.workers.joined_kept import join_kept
 from strandline.errors import EngineError
 
@@ -13,7 +12,7 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
     """Return the facts of all ranks together: phases of the start took as long as on the slowest.
 
     Returns:
-        Beside them, for each rank of several with a disk cache, the new addresses of what that has kept, by its own.
+        Beside them, for each rank of several whose files have kept something, the new addresses of that, by its own.
 
     Raises:
         EngineError: ranks do not agree on what must be equal.
@@ -22,16 +21,15 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
     if any(_shared(each) != _shared(first) for each in others):
         raise EngineError(f"ranks do not agree on what the engine has: {[_shared(each) for each in facts]}")
     phases = {phase: max(each.start_s[phase] for each in facts) for phase in first.start_s}
-    disks = [each.lower.disk for each in facts if each.lower.disk is not None]
-    if not others or not disks:
+    files = [each.lower.files for each in facts if each.lower.files is not None and each.lower.files.kept]
+    if not others or not files:
         return replace(first, start_s=phases), []
-    kept, renames = join_kept([disk.kept.pop() for disk in disks])
-    disk = replace(disks[0], kept=[kept], scan_s=max(disk.scan_s for disk in disks))
-    return replace(first, start_s=phases, lower=replace(first.lower, disk=disk)), renames
+    kept, renames = join_kept([each.kept.pop() for each in files])
+    joined = replace(files[0], kept=[kept], scan_s=max(each.scan_s for each in files))
+    return replace(first, start_s=phases, lower=replace(first.lower, files=joined)), renames
 
 
 def _shared(facts: ExecutorFacts) -> ExecutorFacts:
     """Return facts without what each rank has for itself."""
-    disk = facts.lower.disk and DiskFacts("", facts.lower.disk.num_blocks, b"", [], 0.0)
-    objects = facts.lower.objects and replace(facts.lower.objects, layout={})
-    return replace(facts, start_s={}, lower=replace(facts.lower, disk=disk, objects=objects))
+    files = facts.lower.files and replace(facts.lower.files, place="", key=b"", layout={}, kept=[], scan_s=0.0)
+    return replace(facts, start_s={}, lower=replace(facts.lower, files=files))
