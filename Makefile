@@ -71,7 +71,7 @@ kernels: setup ## compile the kernels for CPUs where that has not been done
 kernels-matrix: setup ## compile the kernels of all configurations for other GPUs, without one (hours on two cores)
 	mkdir -p build
 	PYTHONPATH=$(CURDIR) $(BIN)/python tools/kernel_matrix.py --json build/kernels-matrix.json --families \
-	  $$(ls -d benchmarks/configs/* | grep -v dflash)
+	  --store build/kernels-matrix $$(ls -d benchmarks/configs/* | grep -v dflash)
 
 format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff format .

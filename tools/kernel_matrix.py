@@ -4,25 +4,37 @@
     make kernels-matrix
 
 Which kernels an engine needs is found out by a dry run (``engine/processes/dry_run.py``) for each configuration and
-GPU. Of kernels that several configurations share, one is compiled. Registers and spills are the assembler's, of a
-thread; Triton itself checks neither these nor shared memory when it compiles. A configuration is compiled as it is,
-with ``--deterministic``, with adapters, and some with drafts; ``--families`` adds the tiny models of
-``tests/cpu/models``.
+GPU. Of a GPU's kernels that Triton does not tell apart, one is compiled. Each dry run and each kernel takes a process,
+as many at once as ``--processes`` says; what is compiled goes first. With ``--store`` a run takes up where another one
+ended, by ``--limit`` or by a signal. Registers and spills are the assembler's, of a thread; Triton itself checks
+neither these nor shared memory when it compiles. A configuration is compiled as it is, with ``--deterministic``, with
+adapters, and some with drafts; ``--families`` adds the tiny models of ``tests/cpu/models``.
+
+The exit status is 1 if a kernel does not run, else 3 if the time did not suffice for all.
 """
 
 import argparse
+import gc
+import hashlib
 import json
+import math
 import multiprocessing
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
-from math import prod
+from importlib.metadata import version
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +42,13 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.kernels.gpu import GPUS
 
+PACKAGE = Path(__file__).parents[1] / "src/strandline"
+
 MAX_STACK_BYTES = 1024
 """What a thread may spill: beyond, a kernel reads and writes its own registers more than anything else."""
+
+MAX_S = 86_400.0
+"""How long a run may take."""
 
 CONFIGS = "benchmarks/configs"
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -96,57 +113,76 @@ def measure(kernel: Any) -> Resources:
     return Resources(kernel.metadata.shared, registers, stack_bytes)
 
 
-class Task(NamedTuple):
-    """Kernels to be compiled in one process."""
+class Start(NamedTuple):
+    """The start of an engine on a GPU."""
 
     gpu: str
     model: str
     options: dict[str, Any]
-    """Of the engine."""
-    share: tuple[int, int]
-    """Which of how many parts of the kernels."""
-    is_brief: bool
-    """Whether only the largest tile of each kernel with stages is compiled: these take most shared memory."""
-    pattern: str = "*"
-    """Names of the kernels that are compiled."""
 
 
-def compile_all(task: Task) -> list[Row]:
-    """Compile kernels of a configuration for a GPU."""
+class Found(NamedTuple):
+    """The kernels of a start."""
+
+    start: Start
+    variants: list[Any]
+    refusal: str = ""
+    """Why no engine can be built so."""
+
+
+class Compiled(NamedTuple):
+    """A kernel, compiled for a GPU."""
+
+    digest: str
+    """The variant's."""
+    options: dict[str, Any]
+    """Sizes that are compiled in."""
+    is_reduced: bool
+    resources: Resources | None
+    error: str = ""
+
+
+def find_kernels(start: Start) -> Found:
+    """Return what an engine compiles at its start."""
     from strandline.engine.processes.dry_run import record_start  # loading Triton takes a second
-    from strandline.kernels.stages_triton import fewer_stages
 
-    name, model, options, (index, count), is_brief, pattern = task
-    gpu, label = GPUS[name], f"{Path(model).name}{_label(options)}"
     try:
-        variants = record_start(EngineConfig(model=model, **options), gpu)
+        variants = record_start(EngineConfig(model=start.model, **start.options), GPUS[start.gpu])
     except ConfigError as refusal:
-        return [Row(name, label, "the engine", options, False, None, str(refusal))]
+        return Found(start, [], str(refusal))
+    return Found(start, variants)
+
+
+def compile_one(variant: Any, gpu: str) -> Compiled:
+    """Compile a kernel for a GPU."""
+    taken = variant.options
+    try:
+        kernel, taken = variant.compile(GPUS[gpu])
+        resources, error = measure(kernel), ""
+    except Exception as failure:  # noqa: BLE001 -- whatever the compiler or the assembler fails with
+        resources, error = None, f"{type(failure).__name__}: {_last_line(str(failure))}"
+    sizes = {key: value for key, value in taken.items() if isinstance(value, int)}
+    return Compiled(variant.digest, sizes, taken != variant.options, resources, error)
+
+
+def chosen(variants: list[Any], pattern: str, *, is_brief: bool) -> list[Any]:
+    """Return the kernels of such a name; if that is to be brief, the largest tile of each that has stages, which takes
+    most shared memory."""
     variants = [variant for variant in variants if fnmatchcase(variant.name, pattern)]
     if is_brief:
-        variants = [variant for variant in variants if fewer_stages(variant.options)]
+        variants = [variant for variant in variants if len(variant.choices) > 1]
         variants = list({variant.name: variant for variant in sorted(variants, key=_tile_size)}.values())
-    rows = list[Row]()
-    for variant in variants[index::count]:
-        taken = variant.options
-        try:
-            kernel, taken = variant.compile(gpu)
-            resources, error = measure(kernel), ""
-        except Exception as failure:  # noqa: BLE001 -- whatever the compiler or the assembler fails with
-            resources, error = None, f"{type(failure).__name__}: {_last_line(str(failure))}"
-        sizes = {key: value for key, value in taken.items() if isinstance(value, int)}
-        rows.append(Row(name, label, variant.name, sizes, taken != variant.options, resources, error))
-    return rows
+    return variants
 
 
-def _label(options: dict[str, Any]) -> str:
-    drafts = options.get("speculative_config")
-    names = [name for name in ("deterministic", "enable_lora") if options.get(name)]
-    return "".join(f" {name}" for name in [*names, *([drafts["method"]] if drafts else [])])
+def _label(start: Start) -> str:
+    drafts = start.options.get("speculative_config")
+    names = [name for name in ("deterministic", "enable_lora") if start.options.get(name)]
+    return " ".join([Path(start.model).name, *names, *([drafts["method"]] if drafts else [])])
 
 
 def _tile_size(variant: Any) -> int:
-    return prod(size for name, size in variant.options.items() if name.startswith("BLOCK_"))
+    return math.prod(size for name, size in variant.options.items() if name.startswith("BLOCK_"))
 
 
 def _last_line(text: str) -> str:
@@ -162,6 +198,13 @@ def options_of(model: str, *, is_brief: bool) -> Iterator[dict[str, Any]]:
     yield from ({"speculative_config": drafts} for drafts in DRAFTS.get(Path(model).name, []))
 
 
+def starts_of(models: list[str], gpus: list[str], *, is_brief: bool) -> Iterator[Start]:
+    """Yield the starts of configurations, one GPU's after another's."""
+    for gpu in gpus:
+        for model in models:
+            yield from (Start(gpu, model, options) for options in options_of(model, is_brief=is_brief))
+
+
 def write_families(directory: Path) -> list[str]:
     """Write the configurations of the tiny models that tests have of each family; return their directories."""
     families: Any = import_module("tests.cpu.models.families")  # with transformers
@@ -171,21 +214,152 @@ def write_families(directory: Path) -> list[str]:
     return [str(directory / name) for name in families.CONFIGS]
 
 
-def compile_matrix(
-    models: Iterable[str], gpus: Iterable[str], num_processes: int, *, is_brief: bool = False, pattern: str = "*"
-) -> Iterator[Row]:
-    """Compile configurations for GPUs; arguments as the attributes of ``Task``."""
-    context = multiprocessing.get_context("spawn")
-    for gpu in gpus:
-        tasks = [
-            Task(gpu, model, options, (index, num_processes), is_brief, pattern)
-            for model in models
-            for options in options_of(model, is_brief=is_brief)
-            for index in range(num_processes)
-        ]
-        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-            for rows in pool.map(compile_all, tasks):
-                yield from rows
+class Store:
+    """What earlier runs have found and compiled; without a directory, what this run has."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._code = hashlib.sha256()
+        self.compiled = dict[str, Compiled]()
+        if directory is None:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self._code.update(repr([version(name) for name in ("torch", "triton", "transformers")]).encode())
+        for path in (*sorted(PACKAGE.rglob("*.py")), *sorted(Path(CONFIGS).glob("*/config.json"))):
+            self._code.update(path.read_bytes())
+        for line in self._kernels.read_text().splitlines() if self._kernels.exists() else ():
+            with suppress(json.JSONDecodeError):  # empty, or a run ended while it wrote
+                digest, options, is_reduced, resources, error = json.loads(line)
+                taken = Resources(*resources) if resources else None
+                self.compiled[digest] = Compiled(digest, options, is_reduced, taken, error)
+
+    @property
+    def _kernels(self) -> Path:
+        assert self._directory is not None
+        return self._directory / "kernels.jsonl"
+
+    def _path(self, start: Start) -> Path:
+        assert self._directory is not None
+        digest = self._code.copy()
+        digest.update(repr((start.gpu, start.options)).encode())
+        digest.update((Path(start.model) / "config.json").read_bytes())
+        return self._directory / f"{start.gpu}-{_label(start).replace(' ', '-')}-{digest.hexdigest()[:16]}.pickle"
+
+    def load(self, start: Start) -> Found | None:
+        """Return what a start has been found to compile."""
+        if self._directory is None or not self._path(start).exists():
+            return None
+        found: Found = pickle.loads(self._path(start).read_bytes())
+        return found._replace(start=start)  # its directory may have been a temporary one
+
+    def take(self, result: Found | Compiled) -> None:
+        """Keep a result; a failure, which may be the machine's, for this run alone."""
+        if isinstance(result, Compiled):
+            self.compiled[result.digest] = result
+        if self._directory is None or (isinstance(result, Compiled) and result.error):
+            return
+        if isinstance(result, Compiled):
+            with self._kernels.open("a") as file:
+                file.write(f"\n{json.dumps(result, default=str)}")
+            return
+        path = self._path(result.start)
+        part = path.with_suffix(".part")
+        part.write_bytes(pickle.dumps(result))
+        part.replace(path)
+
+
+Task = Callable[[], Found | Compiled]
+
+
+def run_all(next_task: Callable[[], Task | None], num_processes: int, limit_s: float) -> Iterator[Found | Compiled]:
+    """Run tasks, each in a copy of this process, and yield their results as they come; end when the time is up.
+
+    Args:
+        next_task: returns what is to be run; None: nothing before another result.
+
+    Raises:
+        RuntimeError: a process ended without a result; it has written why.
+    """
+    context, end_s = multiprocessing.get_context("fork"), time.monotonic() + limit_s
+    running = dict[Any, BaseProcess]()
+    try:
+        while True:
+            while len(running) < num_processes and (task := next_task()) is not None:
+                receiver, sender = context.Pipe(duplex=False)
+                running[receiver] = context.Process(target=_run, args=(task, sender))
+                running[receiver].start()
+                sender.close()
+            left_s = end_s - time.monotonic()
+            if not running or left_s <= 0:
+                return
+            ready: list[Any] = wait(list(running), left_s)
+            for receiver in ready:
+                process = running.pop(receiver)
+                try:
+                    result: Found | Compiled = receiver.recv()
+                except EOFError:
+                    process.join()
+                    raise RuntimeError(f"a process ended with {process.exitcode}") from None
+                process.join()
+                yield result
+    finally:
+        for process in running.values():
+            process.terminate()
+
+
+def _run(task: Task, sender: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    sender.send(task())
+
+
+class Matrix:
+    """Starts of engines, the kernels that they have been found to compile, and what these take."""
+
+    def __init__(self, starts: Iterable[Start], store: Store, pattern: str = "*", *, is_brief: bool = False) -> None:
+        self._starts, self._store = list(starts), store
+        self._pattern, self._is_brief = pattern, is_brief
+        self._found = list[Found]()
+        self._unknown = deque(self._starts)
+        self._waiting = deque[tuple[Any, str]]()
+        self._begun = set(store.compiled)
+        self.num_unfinished = len(self._starts)
+
+    def run(self, num_processes: int, limit_s: float = MAX_S) -> None:
+        """Find and compile all kernels, as far as the time suffices."""
+        for result in run_all(self._next_task, num_processes, limit_s):
+            self._store.take(result)
+            self.num_unfinished -= 1
+            if isinstance(result, Found):
+                self._take(result)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the kernels that have been compiled, under each configuration, and the configurations refused."""
+        for start, variants, refusal in sorted(self._found, key=lambda found: self._starts.index(found.start)):
+            if refusal:
+                yield Row(start.gpu, _label(start), "the engine", start.options, False, None, refusal)
+            for variant in variants:
+                if variant.digest in self._store.compiled:
+                    yield Row(start.gpu, _label(start), variant.name, *self._store.compiled[variant.digest][1:])
+
+    def _next_task(self) -> Task | None:
+        while self._unknown and not self._waiting:
+            start = self._unknown.popleft()
+            found = self._store.load(start)
+            if found is None:
+                return partial(find_kernels, start)
+            self.num_unfinished -= 1
+            self._take(found)
+        return partial(compile_one, *self._waiting.popleft()) if self._waiting else None
+
+    def _take(self, found: Found) -> None:
+        variants = chosen(found.variants, self._pattern, is_brief=self._is_brief)
+        self._found.append(found._replace(variants=[variant._replace(choices=()) for variant in variants]))
+        new = {variant.digest: variant for variant in variants if variant.digest not in self._begun}
+        self._begun |= set(new)
+        self._waiting += [(variant, found.start.gpu) for variant in new.values()]
+        self.num_unfinished += len(new)
 
 
 def main() -> int:
@@ -197,19 +371,36 @@ def main() -> int:
     parser.add_argument("--kernel", default="*", metavar="GLOB", help="only kernels of such a name")
     parser.add_argument("--json", type=Path, help="write all rows here")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--store", type=Path, metavar="DIR", help="keep results here, and take those of earlier runs")
+    parser.add_argument("--limit", type=float, default=MAX_S, metavar="SECONDS", help="end after so long")
     options = parser.parse_args()
-    rows, gpus = list[Row](), options.gpus.split(",")
+    end_s = time.monotonic() + options.limit
     with tempfile.TemporaryDirectory() as directory:
         models = [*options.models, *(write_families(Path(directory)) if options.families else [])]
-        limits = {"is_brief": options.brief, "pattern": options.kernel}
-        for row in compile_matrix(models, gpus, options.processes, **limits):
-            rows.append(row)
-            if row.problem:
-                print(f"{row.gpu} {row.configuration}: {row.kernel} {row.options}: {row.problem}", flush=True)
+        starts = starts_of(models, options.gpus.split(","), is_brief=options.brief)
+        matrix = Matrix(starts, Store(options.store), options.kernel, is_brief=options.brief)
+        load_compiler(options.gpus.split(","))
+        matrix.run(options.processes, end_s - time.monotonic())
+    rows = list(matrix.rows())
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in rows], default=str))
+    for row in rows:
+        if row.problem:
+            print(f"{row.gpu} {row.configuration}: {row.kernel} {row.options}: {row.problem}")
     print_summary(rows)
-    return int(any(row.problem for row in rows))
+    if matrix.num_unfinished:
+        print(f"not complete: at least {matrix.num_unfinished} dry runs and kernels are left")
+    return 1 if any(row.problem for row in rows) else 3 if matrix.num_unfinished else 0
+
+
+def load_compiler(gpus: Iterable[str]) -> None:
+    """Load what processes that are copies of this one need."""
+    from strandline.kernels.recording_triton import read_compiler
+
+    import_module("strandline.engine.processes.dry_run")
+    for gpu in gpus:
+        read_compiler(GPUS[gpu])
+    gc.freeze()
 
 
 COLUMNS = (

@@ -2,27 +2,50 @@
 
 A *variant* is a kernel with what it is compiled for: types and divisibility of arguments, constants and options. Which
 variants an engine needs follows from shapes and dtypes alone, so that tensors without memory (device ``meta``) do.
+Variants can be pickled: kernels and device functions by their names.
 """
 # mypy: ignore-errors
 
+import copyreg
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
-from triton.compiler.compiler import make_backend
+from triton.compiler.compiler import compile, make_backend
 from triton.knobs import cache as compiled_files
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from strandline.kernels.gpu import Gpu, standing_for
-from strandline.kernels.stages_triton import fewer_stages
+from strandline.kernels.stages_triton import with_fewer_stages
 
 VERSION = triton.__version__
+
+
+class Source(NamedTuple):
+    """What Triton compiles."""
+
+    language: type
+    """Triton's class of sources."""
+    function: JITFunction
+    signature: dict[str, Any]
+    """Types of arguments by name."""
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    """Properties of arguments, such as divisibility."""
+    compiler_options: dict[str, Any]
+
+    def compile(self, target: GPUTarget) -> Any:
+        """Return what Triton compiles, from its cache on disk if that has been done."""
+        source = self.language(self.function, self.signature, self.constants, self.attributes)
+        return compile(source, target=target, options=self.compiler_options)
 
 
 class Variant(NamedTuple):
@@ -30,20 +53,24 @@ class Variant(NamedTuple):
 
     name: str
     """Module and function."""
-    options: dict[str, Any]
-    """Constants that are compiled in, and options of the compiler."""
-    compile_with: Callable[[dict[str, Any]], Any]
-    """Returns what Triton compiles with some options, from its cache on disk if that has been done."""
+    digest: str
+    """Equal for launches that run one compiled kernel, on one kind of GPU."""
+    choices: tuple[tuple[dict[str, Any], Source], ...]
+    """Constants that are compiled in, and options of the compiler, with what is compiled: those of the launch, then
+    those with fewer and fewer stages."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Constants that are compiled in, and options of the compiler."""
+        return self.choices[0][0]
 
     def compile(self, gpu: Gpu) -> tuple[Any, dict[str, Any]]:
         """Return what Triton compiles for a GPU, with fewer stages if it does not fit, and the options."""
-        options = self.options
-        while True:
-            kernel = self.compile_with(options)
-            fewer = fewer_stages(options)
-            if kernel.metadata.shared <= gpu.shared_bytes or fewer is None:
-                return kernel, options
-            options = fewer
+        for options, source in self.choices:
+            found = source.compile(target_of(gpu)), options
+            if found[0].metadata.shared <= gpu.shared_bytes:
+                break
+        return found
 
 
 class _NoDevice:
@@ -115,20 +142,20 @@ def recording(gpu: Gpu, take: Callable[[Variant], None]) -> Iterator[None]:
         def specialized(kwargs: dict[str, Any]) -> tuple:
             return binder(*args, **kwargs, debug=False, instrumentation_mode="")
 
-        key = (function, compute_cache_key(keys, *specialized(kwargs)[1:]))
-        if key in seen:
+        key = compute_cache_key(keys, *specialized(kwargs)[1:])
+        if (function, key) in seen:
             return
-        seen.add(key)
+        seen.add((function, key))
 
-        def compile(kwargs: dict[str, Any]) -> Any:
+        def source(kwargs: dict[str, Any]) -> Source:
             bound, specialization, options = specialized(kwargs)
-            packed = function._pack_args(backend, dict(kwargs), bound, specialization, options)
-            options, *parts = packed
-            source = function.ASTSource(function, *parts)
-            return function.compile(source, target=target, options=options.__dict__)
+            options, *parts = function._pack_args(backend, dict(kwargs), bound, specialization, options)
+            return Source(function.ASTSource, function, *parts, options.__dict__)
 
+        copyreg.pickle(type(function), _by_name)
         name = f"{function.__module__.removeprefix('strandline.kernels.')}.{function.__name__}"
-        take(Variant(name, kwargs, compile))
+        digest = hashlib.sha256(repr((VERSION, str(target), name, function.cache_key, key)).encode()).hexdigest()
+        take(Variant(name, digest, tuple((options, source(options)) for options in with_fewer_stages(kwargs))))
 
     JITFunction.run = record
     driver.set_active(_NoDevice(gpu))
@@ -138,3 +165,17 @@ def recording(gpu: Gpu, take: Callable[[Variant], None]) -> Iterator[None]:
     finally:
         JITFunction.run = run
         driver.set_active(None)  # the machine's own, if it has one, from the next use on
+
+
+def _by_name(function: JITFunction) -> tuple:
+    """Return how a function is found when it is unpickled."""
+    return _function, (function.__module__, function.__name__)
+
+
+def _function(module: str, name: str) -> JITFunction:
+    function = getattr(import_module(module), name)
+    copyreg.pickle(type(function), _by_name)  # Triton has several classes
+    return function
+
+
+copyreg.pickle(JITFunction, _by_name)

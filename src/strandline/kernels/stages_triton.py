@@ -5,6 +5,7 @@ What a kernel takes is known when it has been compiled: the first number of stag
 """
 # mypy: ignore-errors
 
+from collections.abc import Iterator
 from typing import Any
 
 from triton.runtime.errors import OutOfResources
@@ -20,6 +21,13 @@ NAMES = ("num_stages", "NUM_STAGES")
 def fewer_stages(options: dict[str, Any]) -> dict[str, Any] | None:
     """Return the options of a launch with one stage less; None: it has one."""
     return next(({**options, name: options[name] - 1} for name in NAMES if options.get(name, 1) > 1), None)
+
+
+def with_fewer_stages(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the options of a launch, then those with fewer and fewer stages."""
+    while options is not None:
+        yield options
+        options = fewer_stages(options)
 
 
 def staged(kernel):

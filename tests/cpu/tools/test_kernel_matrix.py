@@ -1,13 +1,15 @@
-"""The kernels of a configuration fit into GPUs with less shared memory than those that they are measured on."""
+"""Kernels fit into GPUs with less shared memory than those that they are measured on, and each is compiled once."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tools.kernel_matrix import Resources, Row
+from tools import kernel_matrix
+from tools.kernel_matrix import Compiled, Found, Matrix, Resources, Row, Start, Store
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,3 +49,109 @@ def test_largest_tiles_fit(architecture: str, model: str, kernel: str, tmp_path:
 def test_kernel_beyond_a_limit_is_a_problem(shared_kib: int, stack_bytes: int, problem: str) -> None:
     row = Row("sm_89", "model", "kernel", {}, False, Resources(shared_kib * 1024, 255, stack_bytes))
     assert row.problem == problem
+
+
+class Kernel(NamedTuple):
+    """A kernel that is not compiled."""
+
+    name: str
+    digest: str
+    choices: tuple[()] = ()
+
+
+MODELS = {"one": ["a", "b"], "two": ["b", "c"]}
+"""Configurations, and what they compile."""
+
+TAKEN = Resources(1024, 32, 0)
+
+
+@pytest.fixture
+def starts(tmp_path: Path) -> list[Start]:
+    for model in MODELS:
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text("{}")
+    return [Start(gpu, str(tmp_path / model), {}) for gpu in ("sm_89", "sm_120") for model in MODELS]
+
+
+@pytest.fixture
+def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file with a line for each dry run and each kernel compiled; neither takes place."""
+    path = tmp_path / "done"
+
+    def find(start: Start) -> Found:
+        with path.open("a") as file:
+            file.write(f"{start.gpu} {Path(start.model).name}\n")
+        return Found(start, [Kernel(name, f"{start.gpu} {name}") for name in MODELS[Path(start.model).name]])
+
+    def compile_one(kernel: Kernel, gpu: str) -> Compiled:
+        with path.open("a") as file:
+            file.write(f"{gpu} {kernel.name}\n")
+        return Compiled(kernel.digest, {"BLOCK": 32}, False, TAKEN)
+
+    monkeypatch.setattr(kernel_matrix, "find_kernels", find)
+    monkeypatch.setattr(kernel_matrix, "compile_one", compile_one)
+    return path
+
+
+EVERYTHING = [f"{gpu} {each}" for gpu in ("sm_89", "sm_120") for each in (*MODELS, "a", "b", "c")]
+ROWS = [
+    Row(gpu, model, name, {"BLOCK": 32}, False, TAKEN)
+    for gpu in ("sm_89", "sm_120")
+    for model, names in MODELS.items()
+    for name in names
+]
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_kernel_of_several_configurations_is_compiled_once(starts: list[Start], done: Path, num_processes: int) -> None:
+    matrix = Matrix(starts, Store(None))
+    matrix.run(num_processes)
+    assert list(matrix.rows()) == ROWS
+    assert sorted(done.read_text().splitlines()) == sorted(EVERYTHING)
+    assert not matrix.num_unfinished
+
+
+def test_run_continues_where_another_one_ended(starts: list[Start], done: Path, tmp_path: Path) -> None:
+    Matrix(starts[:1], Store(tmp_path / "store"), "a").run(1)
+    with (tmp_path / "store" / "kernels.jsonl").open("a") as file:
+        file.write('\n["sm_89 b", {"BLO')  # ended while it wrote
+    matrix = Matrix(starts, Store(tmp_path / "store"))
+    matrix.run(1)
+    assert list(matrix.rows()) == ROWS
+    again = Matrix(starts, Store(tmp_path / "store"))
+    again.run(1)
+    assert list(again.rows()) == ROWS
+    assert sorted(done.read_text().splitlines()) == sorted(EVERYTHING)
+
+
+def test_kernel_that_failed_is_compiled_again(
+    starts: list[Start], done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            kernel_matrix, "compile_one", lambda kernel, gpu: Compiled(kernel.digest, {}, False, None, f"no {gpu}")
+        )
+        matrix = Matrix(starts[:1], Store(tmp_path / "store"))
+        matrix.run(1)
+        assert [row.problem for row in matrix.rows()] == ["no sm_89"] * 2
+    matrix = Matrix(starts[:1], Store(tmp_path / "store"))
+    matrix.run(1)
+    assert list(matrix.rows()) == ROWS[:2]
+    assert done.read_text().splitlines() == ["sm_89 one", "sm_89 a", "sm_89 b"]
+
+
+@pytest.mark.usefixtures("done")
+def test_run_ends_when_time_is_up(starts: list[Start]) -> None:
+    matrix = Matrix(starts, Store(None))
+    matrix.run(1, limit_s=0)
+    assert not list(matrix.rows())
+    assert matrix.num_unfinished == len(starts)
+
+
+def test_process_that_ends_without_a_result_is_an_error(starts: list[Start], monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(start: Start) -> Any:
+        os._exit(5)
+
+    monkeypatch.setattr(kernel_matrix, "find_kernels", end)
+    with pytest.raises(RuntimeError, match="a process ended with 5"):
+        Matrix(starts, Store(None)).run(2)

@@ -38,7 +38,7 @@ def compile_share(share: Share) -> None:
 
 
 class Compilers:
-    """Processes that compile one kernel each. They are copies of this one, as what it records cannot be sent."""
+    """Processes that compile one kernel each: copies of this one, which has loaded the compiler."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
