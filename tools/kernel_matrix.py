@@ -33,6 +33,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -412,8 +413,8 @@ COLUMNS = (
 def print_summary(rows: list[Row]) -> None:
     """Print a line for each GPU and configuration."""
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
-    for gpu, configuration in dict.fromkeys((row.gpu, row.configuration) for row in rows):
-        own = [row for row in rows if (row.gpu, row.configuration) == (gpu, configuration)]
+    for (gpu, configuration), group in groupby(rows, lambda row: (row.gpu, row.configuration)):
+        own = list(group)
         taken = [row.resources for row in own if row.resources is not None]
         values = (
             len(own),
