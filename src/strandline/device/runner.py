@@ -126,7 +126,7 @@ class Runner:
         self.transfers = Transfers(self.arena)
         """Copies to and from stores; none is attached at first."""
         self.kernels = kernels
-        self._pending = PendingTokens(max_num_seqs, draft_tokens, device, kernels)
+        self._pending = PendingTokens(max_num_seqs, draft_tokens, device)
         self._poison, self._encoder_tokens = poison, encoder_tokens
         self.use_model(model)
         self._columns = columns_of(model.vocab_size, kernels.ranks.rank, kernels.ranks.size)
@@ -209,7 +209,7 @@ class Runner:
         with torch.inference_mode(), gc_paused():
             self._graphs = StepGraphs(
                 self._forward,
-                self._pending,
+                self._pending.last,
                 self._drafter,
                 sizes=sizes,
                 max_model_len=max_model_len,
@@ -245,8 +245,8 @@ class Runner:
         if host is not None and captured is None:
             batch = to_device(host, self.device, self.kernels, step.indices)
             if host.has_pending:
-                self._pending.resolve(batch.planned)
-            parts.append(self._forward.run(batch.step, batch.stored, batch.tiled))
+                self.kernels[resolve_pending](batch.planned, self._pending.last)
+            parts.append(self._forward.run(batch))
             indices = StepIndices(*batch.others)
         else:
             indices = StepIndices(*upload_together(step.indices, self.device))
@@ -266,7 +266,7 @@ class Runner:
         rows: slice | Tensor = slice(count) if step.is_chosen_from_all else indices.rows_R
         positions_R = None
         if verification is not None:
-            hidden_XE, positions_R = verification.hidden_TE, verification.batch.positions_T[rows] + 1
+            hidden_XE, positions_R = verification.hidden_TE, verification.batch.step.positions_T[rows] + 1
         greedy_R = None if decodes is None else self._pending.last.tokens_P[:count]
         logits_RV = self._logits(decodes, hidden_XE, rows)[:count]
         chosen = choose(logits_RV, candidates, self.kernels, positions_R=positions_R, greedy_R=greedy_R)

@@ -65,7 +65,7 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
     table_NM[-1:] = 0
     for place, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
-    rows = step.batch(buffer_I, table_NM, 512, reference_kernels([locate_rows]))
+    rows = step.batch(buffer_I, table_NM, 512, reference_kernels([locate_rows])).step
     places = {
         "positions": rows.positions_T,
         "write_blocks": rows.attention.write_blocks_T,

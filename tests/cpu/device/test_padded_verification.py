@@ -117,7 +117,7 @@ def test_every_row_is_in_its_place(
     table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
     blocks_NM = host.block_table_NM
     table_NM[: len(sequences), : blocks_NM.shape[1]] = torch.from_numpy(blocks_NM)
-    batch = padded.batch(buffer_I, table_NM, 300, kernels, tables)
+    batch = padded.batch(buffer_I, table_NM, 300, kernels, tables).step
     attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
     assert isinstance(replay, ReplayBatch)
     starts = attention.query_starts_N1.tolist()
@@ -197,7 +197,7 @@ def filled(size: StepSize, host: HostBatch) -> tuple[PaddedStep, torch.Tensor, S
         table_NM[index, : len(blocks)] = torch.from_numpy(blocks)
     tables = tables_of(padded, buffer_I) if size.has_drafts else None
     kernels = reference_kernels([locate_rows, insert_logged])
-    return padded, buffer_I, padded.batch(buffer_I, table_NM, 300, kernels, tables)
+    return padded, buffer_I, padded.batch(buffer_I, table_NM, 300, kernels, tables).step
 
 
 def tensors_of(record: Any) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
     padded.fill(buffer_I.numpy(), host_of([]))
     table_NM = torch.zeros(4, 2, dtype=torch.int32)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
+    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I)).step
     assert batch.attention.query_starts_N1.tolist() == [0, 0, 0, 0, 9]
     assert batch.attention.context_lens_N.tolist() == [0, 0, 0, 9]
     assert batch.positions_T.tolist() == list(range(9))
@@ -340,7 +340,7 @@ def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
     padded.fill(buffer_I.numpy(), host_of(plans))
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I))
+    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I)).step
     last = LastStep.empty(4, DEPTH, torch.device("cpu"))
     tokens_T = torch.zeros(padded.size.num_rows, dtype=torch.int64)
     accepted = accept_drafts.reference(

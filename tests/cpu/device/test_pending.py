@@ -1,7 +1,5 @@
 """What the device compares of the tokens that it still has to fill in."""
 
-from typing import Any, cast
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch
 from strandline.device.batches.pending import PendingTokens
 from strandline.device.sampling.sampling_state import SamplingState
 from strandline.ids import NO_TOKEN, RequestId
-from strandline.kernels.sampling.verification import resolve_pending
 from strandline.records.plan import MAX_STOP_IDS, NewRequest
 from strandline.records.sampling_params import SamplingParams
 from tests.cpu.device.test_padded_step import sequence
@@ -24,7 +21,7 @@ def stops_of(*stop_ids: int) -> bytes:
 
 
 def locate(*stops: bytes) -> np.ndarray:
-    pending = PendingTokens(2, 0, CPU, cast(Any, {resolve_pending: resolve_pending}))
+    pending = PendingTokens(2, 0, CPU)
     return pending.locate(PLANS, stops)[1]
 
 

@@ -6,14 +6,15 @@ is captured on a GPU runs without the host (``without_host.py``), but for what t
 
 from array import array
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles
-from strandline.device.batches.batch import build_host_batch, to_device
+from strandline.device.batches.batch import DeviceBatch, build_host_batch, to_device
 from strandline.device.batches.padded_step import StepSize, single_rows
 from strandline.device.batches.prompt_room import MAX_PROMPTS, PromptRoom
 from strandline.device.drafters.block_drafts import padded_blocks
@@ -27,6 +28,8 @@ from strandline.ids import NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, 
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.low_rank import NO_ROW, NO_SLOT, TILE_ROWS, TiledRows
+from strandline.kernels.sampling.verification import VerificationTables
+from strandline.models.layers.protocol import LanguageModel, ModelMemory
 from strandline.records.plan import SequencePlan
 from tests.cpu.engine.without_host import on_the_host, without_host
 
@@ -45,15 +48,17 @@ class Rerun:
             self._run()
 
 
-class EagerForward(Forward):
-    """Computes batches as graphs say."""
+class EagerModel:
+    """A model that computes batches as graphs say."""
 
-    def __init__(self, forward: Forward, graphs: "EagerGraphs") -> None:
-        vars(self).update(vars(forward))
-        self._graphs = graphs
+    def __init__(self, model: LanguageModel, graphs: "EagerGraphs") -> None:
+        self._model, self._graphs = model, graphs
 
-    def hidden(self, batch: StepBatch) -> Tensor:
-        return self._graphs.hidden(batch, super().hidden)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: StepBatch, memory: ModelMemory) -> Tensor:
+        return self._graphs.hidden(batch, lambda each: self._model.forward(each, memory))
 
 
 class EagerGraphs(StepGraphs):
@@ -69,7 +74,9 @@ class EagerGraphs(StepGraphs):
         """Steps of decodes, and of prompts."""
         self.num_mixed = 0
         """Steps that verify drafts and compute prompts."""
-        super().__init__(EagerForward(forward, self), *args, **options)
+        forward = copy(forward)
+        forward.model = cast(LanguageModel, EagerModel(forward.model, self))
+        super().__init__(forward, *args, **options)
 
     def _captured(self, parts: Sequence[Callable[[], None]]) -> list[Graph]:
         return [Rerun(run, self._kernels) for run in parts]
@@ -80,13 +87,13 @@ class EagerGraphs(StepGraphs):
             # A copy on its way to the host must not be overwritten.
             step.tokens_T = step.tokens_T.clone()
 
-    def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
+    def _batch(self, step: CapturedStep, tables: VerificationTables | None) -> DeviceBatch:
         self._replayed = step
         padded = super()._batch(step, tables)
         if not step.padded.size.has_drafts:
             return padded
         with on_the_host():
-            return self._by_sequence(step)
+            return replace(padded, step=self._by_sequence(step))
 
     def _by_sequence(self, step: CapturedStep) -> StepBatch:
         """Return a step with drafts whose sequences are prompts."""
@@ -185,7 +192,7 @@ class EagerGraphs(StepGraphs):
         compact = to_device(host, captured.buffer_I.device, self._kernels).step
         if batch.picture_offsets is not None:
             compact = replace(compact, picture_offsets=batch.picture_offsets[:, rows].contiguous())
-        if (tiled := captured.padded.tiled(captured.buffer_I)) is not None:
+        if (tiled := captured.batch.tiled) is not None:
             slots_T = np.full(size.num_rows, NO_SLOT)
             tile_slots_M = tiled.slots_U.numpy().repeat(TILE_ROWS)
             is_used_M = (tile_slots_M != NO_SLOT) & (tiled.rows_M.numpy() != NO_ROW)
@@ -278,7 +285,7 @@ def replay_eagerly(
         sizes += [replace(size, num_adapters=slots.num_slots) for size in sizes]
     runner._graphs = graphs = EagerGraphs(
         runner._forward,
-        runner._pending,
+        runner._pending.last,
         runner._drafter,
         adapters=runner.adapters,
         sizes=sizes,

@@ -116,7 +116,7 @@ def make_step(size: StepSize) -> Step:
     table_NM[places_of(host, size), host.block_table_NM.shape[1] :] = next_block
     kernels = reference_kernels([locate_rows])
     plain = to_device(host, torch.device("cpu"), kernels).step
-    return Step(host, plain, padded.batch(buffer_I, table_NM, 256, kernels), size)
+    return Step(host, plain, padded.batch(buffer_I, table_NM, 256, kernels).step, size)
 
 
 def make_slots(step: Step, *shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.step import PlannedStep, RowAddresses, SequenceColumns, locate_rows
 from strandline.records.actions import FoldLog
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
-
-StoredRows = Sequence[tuple[Tensor, Tensor]]
-"""Rows whose final hidden states are stored, and the slots that take them; int64."""
 
 NUM_PLANNED: Final = SequenceColumns._fields.index("next_drafts") + 1
 PLANNED_FIELDS: Final = attrgetter(*SequenceColumns._fields[:NUM_PLANNED])
@@ -150,16 +147,28 @@ class HostReplay(NamedTuple):
         return ReplayBatch(self.num_rows, *tensors, insert_logged=kernels[insert_logged])
 
 
+class HostLengths(NamedTuple):
+    """The fields of an ``AttentionBatch`` that the host fills in."""
+
+    query_starts: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    is_all_written: bool = False
+    most_rows: int | None = None
+    is_padded: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """The step on the device, and what else came there with it."""
+    """A step on the device: what a model computes, and what of it is stored."""
 
     step: StepBatch
     planned: PlannedStep
-    stored: StoredRows
+    stored: Sequence[tuple[Tensor, Tensor]]
+    """Rows whose final hidden states are stored, and the slots that take them; int64."""
     tiled: TiledRows | None
     """The rows that have adapters; None: no row has one."""
-    others: Sequence[Tensor]
+    others: Sequence[Tensor] = ()
+    """What came to the device with the step."""
 
 
 def build_host_batch(
@@ -277,15 +286,13 @@ def to_device(
     token_ids_T, query_starts_N1, cut_rows_C, offsets_3T, table_NM = whole
     columns: SequenceColumns[Tensor] = SequenceColumns(*sequences)
     planned = PlannedStep(token_ids_T, query_starts_N1, columns)
-    rows, attention = locate(
-        planned,
-        [table_NM, *windows],
-        kernels,
-        query_starts=tuple(host.query_starts_N1.tolist()),
-        context_lens=tuple(host.columns.end.tolist()),
+    lengths = HostLengths(
+        tuple(host.query_starts_N1.tolist()),
+        tuple(host.columns.end.tolist()),
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
         most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
+    rows, attention = locate(planned, [table_NM, *windows], kernels, lengths)
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(chunk_columns)
     replay = None if host.replay is None else host.replay.with_tensors(replayed, kernels)
@@ -303,27 +310,26 @@ def locate(
     planned: PlannedStep,
     tables: Sequence[Tensor],
     kernels: Kernels,
+    lengths: HostLengths,
     *,
     are_single: bool = False,
-    **lengths: Any,
 ) -> tuple[RowAddresses, AttentionBatch]:
     """Return where the rows of a step are, and what layers attend to: with windows, each size writes all rows.
 
     Args:
         tables: ``block_table_NM``, then ``window_table_NM`` of each size.
         are_single: as of ``locate_rows``.
-        lengths: fields of ``AttentionBatch`` that the host knows.
     """
     block_table_NM, *window_tables = tables
     columns, locate_in = planned.columns, kernels[locate_rows]
     rows = locate_in(planned, block_table_NM, are_single=are_single)
     attention = AttentionBatch(
+        **lengths._asdict(),
         query_starts_N1=planned.query_starts_N1,
         context_lens_N=columns.end,
         block_table_NM=block_table_NM,
         write_blocks_T=rows.write_blocks_T,
         write_offsets_T=rows.write_offsets_T,
-        **lengths,
     )
     windowed, all_written = list[AttentionBatch](), planned._replace(columns=columns._replace(kv_start=columns.start))
     for table_NM in window_tables:

@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
-from strandline.device.batches.batch import HostBatch, HostReplay, StoredRows, locate
+from strandline.device.batches.batch import DeviceBatch, HostBatch, HostLengths, HostReplay, locate
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -191,18 +191,6 @@ class PaddedStep:
             parts.append(PlannedStep(tokens_T, starts_N1[size.first_prompt :], prompts))
         return parts
 
-    def stored(self, buffer_I: Tensor) -> StoredRows:
-        """Return the rows whose hidden states are stored: of sequences' ends, before drafts, and of cuts."""
-        size, named, stored = self.size, self.named(buffer_I), list[tuple[Tensor, Tensor]]()
-        if size.has_drafts:
-            stored.append((named["query_starts"][: size.num_decodes], named["state_dst"][: size.num_decodes]))
-        ends = self.columns(buffer_I, slice(size.first_prompt if size.has_drafts else 0, None))
-        if len(ends.start):
-            stored.append((ends.last_row, ends.state_dst))
-        if size.num_prompts:
-            stored.append((named["cut_rows"], named["cut_slots"]))
-        return stored
-
     def sampled(self, buffer_I: Tensor) -> PlannedStep:
         """Return what tokens are chosen after, in a step with drafts: all but the last filler."""
         return self.planned(buffer_I, slice(-1))
@@ -210,11 +198,6 @@ class PaddedStep:
     def sequence_indices(self, host: HostBatch) -> list[int]:
         """Return the index of each sequence of a step that there is room for."""
         return [*range(host.num_decodes), *range(self.size.first_prompt, self.size.first_prompt + host.num_prompts)]
-
-    def tiled(self, buffer_I: Tensor) -> TiledRows | None:
-        """Return the rows that have adapters; None: no row can."""
-        named = self.named(buffer_I)
-        return TiledRows(*(named[name] for name in ADAPTER_COLUMNS)) if self.size.num_adapters else None
 
     def batch(
         self,
@@ -224,7 +207,7 @@ class PaddedStep:
         kernels: Kernels,
         tables: VerificationTables | None = None,
         window_tables: Sequence[Tensor] = (),
-    ) -> StepBatch:
+    ) -> DeviceBatch:
         """Return the step whose integers are in a buffer; its rows' positions and blocks are computed on the device.
 
         What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
@@ -239,31 +222,53 @@ class PaddedStep:
         columns = planned.columns
         num_single = 0 if size.has_drafts else size.num_decodes
         room = room_of(size.num_sequences - num_single, size.num_rows - num_single)
-        rows, attention = locate(
-            planned,
-            [block_table_NM, *window_tables],
-            kernels,
-            are_single=not size.has_filler,
-            query_starts=(*range(num_single), *(num_single + row for row in room)) if size.has_filler else (),
-            context_lens=(min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
-            is_all_written=False,
+        lengths = HostLengths(
+            (*range(num_single), *(num_single + row for row in room)) if size.has_filler else (),
+            (min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
             is_padded=True,
         )
+        tables_NM = [block_table_NM, *window_tables]
+        rows, attention = locate(planned, tables_NM, kernels, lengths, are_single=not size.has_filler)
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
-        counts = (num_single, num_single)
-        whole = partial(StepBatch, named["token_ids"], rows.positions_T, *counts)
-        if tables is None:
-            return whole(attention, self._logged(named, columns), rows.rotary_T, offsets_3T)
-        verified = self._replayed(columns, tables, kernels)
-        short, most_rows = (slice(0, size.first_prompt), slice(0, size.num_decode_rows)), 1 + size.draft_tokens
-        if not size.num_prompts:
-            return whole(_part(attention, *short, most_rows), verified, rows.rotary_T, offsets_3T)
-        prompts = slice(size.first_prompt, size.num_sequences), slice(size.num_decode_rows, size.num_rows)
-        parts = _part(attention, *short, most_rows), _part(attention, *prompts, None)
-        recurrent = RecurrentBatch(columns.state_src[prompts[0]], columns.state_dst[prompts[0]], self._chunks(named))
-        return whole(
-            replace(attention, parts=parts), recurrent, rows.rotary_T, offsets_3T, verified, size.num_decode_rows
+        whole = partial(
+            StepBatch,
+            named["token_ids"],
+            rows.positions_T,
+            num_single,
+            num_single,
+            rotary=rows.rotary_T,
+            picture_offsets=offsets_3T,
         )
+        short, most_rows = (slice(0, size.first_prompt), slice(0, size.num_decode_rows)), 1 + size.draft_tokens
+        if tables is None:
+            step = whole(attention=attention, recurrent=self._logged(named, columns))
+        elif not size.num_prompts:
+            attention = _part(attention, *short, most_rows)
+            step = whole(attention=attention, recurrent=self._replayed(columns, tables, kernels))
+        else:
+            prompts = slice(size.first_prompt, size.num_sequences), slice(size.num_decode_rows, size.num_rows)
+            parts = _part(attention, *short, most_rows), _part(attention, *prompts, None)
+            src_N, dst_N = columns.state_src[prompts[0]], columns.state_dst[prompts[0]]
+            step = whole(
+                attention=replace(attention, parts=parts),
+                recurrent=RecurrentBatch(src_N, dst_N, self._chunks(named)),
+                verified=self._replayed(columns, tables, kernels),
+                num_verified_rows=size.num_decode_rows,
+            )
+        tiled = TiledRows(*(named[name] for name in ADAPTER_COLUMNS)) if size.num_adapters else None
+        return DeviceBatch(step, planned, self._stored(named, columns), tiled)
+
+    def _stored(self, named: dict[str, Tensor], columns: SequenceColumns[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the rows whose hidden states are stored: of sequences' ends, before drafts, and of cuts."""
+        size, stored = self.size, list[tuple[Tensor, Tensor]]()
+        if size.has_drafts:
+            stored.append((named["query_starts"][: size.num_decodes], columns.state_dst[: size.num_decodes]))
+        if size.num_prompts or not size.has_drafts:
+            ends = slice(size.first_prompt if size.has_drafts else 0, None)
+            stored.append((columns.last_row[ends], columns.state_dst[ends]))
+        if size.num_prompts:
+            stored.append((named["cut_rows"], named["cut_slots"]))
+        return stored
 
     def _logged(self, named: dict[str, Tensor], columns: SequenceColumns[Tensor]) -> RecurrentBatch:
         """Return decodes with logs of decoded tokens, and the chunks of prompts."""

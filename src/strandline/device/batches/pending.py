@@ -14,9 +14,7 @@ from torch import Tensor
 from strandline.device.batches.prompt_room import MAX_PROMPTS
 from strandline.errors import EngineError
 from strandline.ids import RequestId
-from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling.verification import LastStep, VerificationTables, resolve_pending
-from strandline.kernels.step import PlannedStep
+from strandline.kernels.sampling.verification import LastStep
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
 
 
@@ -27,8 +25,7 @@ class PendingTokens:
         draft_tokens: most drafts of a sequence in a step.
     """
 
-    def __init__(self, max_num_seqs: int, draft_tokens: int, device: torch.device, kernels: Kernels) -> None:
-        self._resolve = kernels[resolve_pending]
+    def __init__(self, max_num_seqs: int, draft_tokens: int, device: torch.device) -> None:
         # A padded step also has rows for prompts that are not there.
         self.last = LastStep.empty(max_num_seqs + MAX_PROMPTS + 1, draft_tokens, device)
         self._row_of: dict[RequestId, int] = {}
@@ -50,10 +47,6 @@ class PendingTokens:
             if self.may_follow_drafts:
                 self.last.num_accepted_P.zero_()
         self._row_of, self.may_follow_drafts = row_of, tokens_P is None
-
-    def resolve(self, planned: PlannedStep, log_tokens: int = 0) -> VerificationTables | None:
-        """Complete sequences on the device, as ``resolve_pending`` does."""
-        return self._resolve(planned, self.last, log_tokens)
 
     def locate(self, sequences: Sequence[SequencePlan], stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Return each sequence's row in the last step, if its token is pending, and its stop tokens ``[N, S]``.

@@ -5,12 +5,10 @@ Shape suffixes as in ``kernels/batch.py``; E hidden size.
 
 from torch import Tensor
 
-from strandline.device.batches.batch import StoredRows
+from strandline.device.batches.batch import DeviceBatch
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.gemm.low_rank import TiledRows
 from strandline.kernels.step import store_hidden
 from strandline.models.layers.protocol import LanguageModel, ModelMemory
 
@@ -28,22 +26,15 @@ class Forward:
         self.model, self.arena, self.kernels = model, arena, kernels
         self._memory, self._adapters, self._store = memory, adapters, kernels[store_hidden]
 
-    def run(self, batch: StepBatch, stored: StoredRows, tiled: TiledRows | None) -> Tensor:
-        """Return the final hidden states; those of some rows are stored in slots, those of drafts in logs.
-
-        Args:
-            tiled: rows with adapters; None: no row has one.
-        """
-        self._adapters.compute_with(tiled)
-        hidden_TE, arena = self.hidden(batch), self.arena
-        for rows_N, slots_N in stored:
+    def run(self, batch: DeviceBatch) -> Tensor:
+        """Return the final hidden states; those of some rows are stored in slots, those of drafts in logs."""
+        self._adapters.compute_with(batch.tiled)
+        step, arena = batch.step, self.arena
+        hidden_TE = self.model.forward(step, self._memory)
+        for rows_N, slots_N in batch.stored:
             self._store(hidden_TE, rows_N, arena.hidden_SE, slots_N)
-        replay, num_before = (batch.verified or batch.recurrent).replay, batch.num_decode_rows
+        replay, num_before = (step.verified or step.recurrent).replay, step.num_decode_rows
         if replay is not None and arena.hidden_drafts_JE is not None:
             rows_K = replay.draft_rows_K + num_before if num_before else replay.draft_rows_K
             self._store(hidden_TE, rows_K, arena.hidden_drafts_JE, replay.draft_places_K)
         return hidden_TE
-
-    def hidden(self, batch: StepBatch) -> Tensor:
-        """Return the final hidden states alone."""
-        return self.model.forward(batch, self._memory)

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from strandline.device.batches.batch import HostBatch, build_host_batch
+from strandline.device.batches.batch import DeviceBatch, HostBatch, build_host_batch
 from strandline.device.batches.padded_step import PaddedStep, StepSize
-from strandline.device.batches.pending import PendingTokens
 from strandline.device.batches.prompt_room import is_prefix_long
 from strandline.device.hardware.upload import UploadedTable, upload_together
 from strandline.device.sampling.choice import Chosen
@@ -32,9 +31,14 @@ from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.drafter import StepDrafter, Verified
 from strandline.device.steps.forward import Forward
 from strandline.ids import NO_TOKEN
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling.verification import Verdict, accept_drafts
+from strandline.kernels.sampling.verification import (
+    LastStep,
+    Verdict,
+    VerificationTables,
+    accept_drafts,
+    resolve_pending,
+)
 from strandline.kernels.step import fetch_integers, hand_over_tokens
 
 STEPS_IN_FLIGHT: Final = 2
@@ -80,21 +84,19 @@ class CapturedStep:
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
         self.named = self.padded.named(self.buffer_I)
-        self.planned_parts = self.padded.planned_parts(self.buffer_I)
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
         self.window_tables = window_tables
         """For each size of windows."""
         self.graph: Graph
         self.tail: Graph | None = None
         """None: nothing needs the tokens."""
-        self.batch: StepBatch
+        self.batch: DeviceBatch
         """Set by the graph; its tables are in the graph's memory."""
         self.hidden_TE = self.logits_NV = torch.empty(0)
         self.host_likeliest_N = torch.empty(0)
         """Decodes: each row's likeliest token on the host, once the device is done; not overwritten."""
         if size.has_drafts:
             num_sampled = size.num_sequences - 1
-            self.sampled = self.padded.sampled(self.buffer_I)
             self.tokens_T = self.named["next_ids"]
             """What was chosen after every row, to be filled in between the graphs; of prompts, what is known."""
             self.drafts_ND = torch.full((num_sampled, 0), NO_TOKEN, dtype=torch.int64, device=device)
@@ -135,6 +137,7 @@ class StepGraphs:
     """CUDA graphs of one model's steps.
 
     Args:
+        last: takes what a step samples.
         drafter: drafts after a step; None: nothing does.
         max_model_len: of the longest request, in tokens.
     """
@@ -142,7 +145,7 @@ class StepGraphs:
     def __init__(
         self,
         forward: Forward,
-        pending: PendingTokens,
+        last: LastStep,
         drafter: StepDrafter | None,
         *,
         sizes: Iterable[StepSize],
@@ -150,7 +153,7 @@ class StepGraphs:
         progress: bool = False,
     ) -> None:
         """Capture."""
-        self._forward, self._pending, self._drafter = forward, pending, drafter
+        self._forward, self._last, self._drafter = forward, last, drafter
         self._arena, self._kernels, self._fetch = forward.arena, forward.kernels, forward.kernels[fetch_integers]
         self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
         """What the device may still read or write."""
@@ -169,7 +172,7 @@ class StepGraphs:
             # Compiles the kernel at the start: it is launched before a graph, not in it.
             self._bring(step, None)
             if not size.has_filler:
-                step.named["token_address"].fill_(pending.last.tokens_P.data_ptr())
+                step.named["token_address"].fill_(last.tokens_P.data_ptr())
             tails = list[Callable[[], None]]()
             if size.has_drafts:
                 tails.append(partial(self._verify, step))
@@ -206,39 +209,38 @@ class StepGraphs:
 
     def _step(self, step: CapturedStep) -> None:
         """Compute hidden states and, of decodes without drafts, the likeliest tokens."""
-        size, pending, (decodes, *prompts) = step.padded.size, self._pending, step.planned_parts
-        tables = pending.resolve(decodes, size.log_tokens)
+        size, last, resolve = step.padded.size, self._last, self._kernels[resolve_pending]
+        decodes, *prompts = step.padded.planned_parts(step.buffer_I)
+        tables = resolve(decodes, last, size.log_tokens)
         for part in prompts:
-            pending.resolve(part)
+            resolve(part, last)
         step.batch = self._batch(step, tables)
-        stored, tiled = step.padded.stored(step.buffer_I), step.padded.tiled(step.buffer_I)
-        step.hidden_TE = self._forward.run(step.batch, stored, tiled)
+        step.hidden_TE = self._forward.run(step.batch)
         if not size.has_filler:
             step.logits_NV = self._forward.model.logits(step.hidden_TE)
             tokens_N = likeliest(step.logits_NV, self._kernels)
-            self._kernels[hand_over_tokens](tokens_N, pending.last.tokens_P, step.named["token_address"])
+            self._kernels[hand_over_tokens](tokens_N, last.tokens_P, step.named["token_address"])
 
-    def _batch(self, step: CapturedStep, tables: Any) -> StepBatch:
+    def _batch(self, step: CapturedStep, tables: VerificationTables | None) -> DeviceBatch:
         window_tables = [table.table_NM[: step.padded.size.num_sequences] for table in step.window_tables]
         tables_NM = (step.block_table_NM, self._max_model_len, self._kernels, tables, window_tables)
         return step.padded.batch(step.buffer_I, *tables_NM)
 
     def _keep(self, step: CapturedStep, drafter: StepDrafter) -> None:
         """Store what the drafter keeps of decodes."""
-        drafter.keep_decoded(step.batch, step.hidden_TE)
+        drafter.keep_decoded(step.batch.step, step.hidden_TE)
 
     def _verify(self, step: CapturedStep) -> None:
         """Count the drafts that agree, and draft for the next step."""
-        pending, size = self._pending, step.padded.size
-        accept, table_NM = self._kernels[accept_drafts], step.block_table_NM
-        accepted = accept(
-            step.sampled, step.named["verdicts"], step.tokens_T, pending.last, table_NM, size.draft_tokens
-        )
+        num_drafts, last, table_NM = step.padded.size.draft_tokens, self._last, step.block_table_NM
+        sampled, verdicts_T = step.padded.sampled(step.buffer_I), step.named["verdicts"]
+        accepted = self._kernels[accept_drafts](sampled, verdicts_T, step.tokens_T, last, table_NM, num_drafts)
         step.num_accepted_N = accepted.num_accepted_N
-        if self._drafter is not None and (num_drafts := size.draft_tokens):
-            verified = Verified(step.batch, table_NM, step.sampled, accepted, step.hidden_TE, step.single_starts_N1)
+        if self._drafter is not None and num_drafts:
+            batch, starts_N1 = step.batch.step, step.single_starts_N1
+            verified = Verified(batch, table_NM, sampled, accepted, step.hidden_TE, starts_N1)
             step.drafts_ND = self._drafter.draft_verified(verified, num_drafts)
-            pending.last.drafts_PD[: len(step.drafts_ND), :num_drafts].copy_(step.drafts_ND)
+            last.drafts_PD[: len(step.drafts_ND), :num_drafts].copy_(step.drafts_ND)
 
     # Replaying
 
