@@ -24,6 +24,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
@@ -37,8 +38,9 @@ from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.chunk_table import Chunks, build_chunk_table
-from strandline.kernels.gemm.formats.launches import FP8, LAUNCHES, few_pair, rows_launch
-from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
+from strandline.kernels.gemm.formats import fp8
+from strandline.kernels.gemm.formats.launches import few_pair, rows_launch
+from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.gpu import GPUS, kind_of
 from strandline.kernels.recording_triton import Variant, recording
 from strandline.kernels.recurrences.replay import insert_logged
@@ -54,6 +56,9 @@ VOCAB_SIZE = 4096
 Patches = Mapping[str, Any]
 
 
+FP8_LAUNCHES = "gemm.formats.fp8.FP8.launches"
+
+
 def norms(elements: int, warps_short: int, warps_long: int) -> Patches:
     values = {"ROW_ELEMENTS": elements, "WARPS_SHORT": warps_short, "WARPS_LONG": warps_long}
     return {f"rowwise.norm_triton.{name}": value for name, value in values.items()}
@@ -62,17 +67,15 @@ def norms(elements: int, warps_short: int, warps_long: int) -> Patches:
 def products(block_n: int, block_k: int, warps: int) -> Patches:
     """Return launches of narrow products."""
     launch = rows_launch(block_n, block_k, warps)
-    assert FP8.linear is not None
-    scaled = FP8._replace(linear=FP8.linear._replace(rows_one=launch))
-    return {"gemm.launches.LAUNCHES": {**LAUNCHES, ScaledWeight: scaled}}
+    assert fp8.LAUNCHES.linear is not None
+    return {FP8_LAUNCHES: fp8.LAUNCHES._replace(linear=fp8.LAUNCHES.linear._replace(rows_one=launch))}
 
 
 def first_products(*up: *tuple[int, int, int]) -> Patches:
     """Return launches of the experts' first product."""
-    assert FP8.few_experts is not None
-    scaled = FP8._replace(few_experts=(few_pair(up, 4, 4), FP8.few_experts[1]))
+    assert fp8.LAUNCHES.few_experts is not None
     return {
-        "experts.few_launches.LAUNCHES": {**LAUNCHES, ScaledWeight: scaled},
+        FP8_LAUNCHES: fp8.LAUNCHES._replace(few_experts=(few_pair(up, 4, 4), fp8.LAUNCHES.few_experts[1])),
         "experts.few_launches.UP_ONE": up,
     }
 
@@ -111,8 +114,8 @@ def decoding(slot_1: Tensor) -> RecurrentBatch:
 def patched(patches: Patches) -> Iterator[None]:
     with ExitStack() as stack:
         for path, value in patches.items():
-            module, _, name = path.rpartition(".")
-            stack.enter_context(patch.object(import_module(f"strandline.kernels.{module}"), name, value))
+            owner, _, name = path.rpartition(".")
+            stack.enter_context(patch.object(resolve_name(f"strandline.kernels.{owner}"), name, value))
         yield
 
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from strandline.kernels.experts.few_launches import choose_dense
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.formats.launches import LAUNCHES, ExpertLaunches, rows_launch
+from strandline.kernels.gemm.formats.launches import rows_launch
 from strandline.kernels.gemm.linear import linear, linear_and_logits
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
+from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch as TileLaunch
 
 MODULE = "experts.moe_triton"
@@ -91,6 +91,7 @@ FP8_LARGE = (
 INT4_TILES = "16,64,128,4,3 16,64,128,4,4 16,64,128,4,6 16,128,128,4,3 16,128,128,8,4 32,64,128,4,4 64,64,128,4,3"
 INT4_TILES += " 64,64,128,4,4 64,64,128,4,3,2 64,128,128,8,3"
 INT4_TILES += " 64,128,128,8,3,2 128,64,128,8,3 128,64,128,8,3,2 128,128,128,8,2 128,128,128,8,3"
+INT4_SIZES = ((INT4_TILES, INT4_TILES), (INT4_TILES, INT4_TILES))
 """Rows, features and inputs of a tile, warps, stages and programs that share an expert's choices."""
 
 
@@ -186,30 +187,21 @@ def grouped_in_torch(model: Model, choose: Any, x_TD: Tensor, projected: Project
 
 def launches(weight_format: str, model: Model, tokens: int) -> Iterator[Launch]:
     """Yield the tilings that make sense for a number of tokens."""
-    weight_class, sizes, measured = tilings_of(weight_format)
+    format, sizes = FORMATS[weight_format], {"dense": (DENSE_SMALL, DENSE_LARGE), "fp8": (FP8_SMALL, FP8_LARGE)}
+    measured = format.launches.experts
     if tokens <= 16:
         yield from few_launches(weight_format, model, tokens)
     load = tokens * model.routing.top_k // model.num_experts
     ups, downs = (
         [tile._replace(is_halved=weight_format == "dense" and tile.block_m >= 128) for tile in tiles]
-        for tiles in (parse_launches(TileLaunch, text) for text in sizes[load >= 16])
+        for tiles in (parse_launches(TileLaunch, text) for text in sizes.get(weight_format, INT4_SIZES)[load >= 16])
     )
-    in_force = choose_launches(weight_class, torch.bfloat16, load, is_gated=model.is_gated)
+    in_force = choose_launches(format, torch.bfloat16, load, is_gated=model.is_gated)
     pairs = {"decode": measured.decode, "middle": measured.middle, "prefill": measured.prefill}
     pairs |= {f"up {tuple(up)}": (up, in_force[1]) for up in ups}
     pairs |= {f"down {tuple(down)}": (in_force[0], down) for down in downs}
     for name, pair in pairs.items():
         yield Launch(name, {f"{MODULE}.choose_launches": pair, f"{MODULE}.MAX_TOKENS_FEW": 0})
-
-
-def tilings_of(weight_format: str) -> tuple[type, Any, ExpertLaunches]:
-    """Return a format's class, tiles to try with few and with many choices, and those in force."""
-    if weight_format == "dense":
-        return DenseWeight, (DENSE_SMALL, DENSE_LARGE), LAUNCHES[DenseWeight].experts
-    if weight_format == "fp8":
-        return ScaledWeight, (FP8_SMALL, FP8_LARGE), LAUNCHES[ScaledWeight].experts
-    weight_class = {"int4": FourBitWeight, "mxfp8": Mxfp8Weight}.get(weight_format, Fp4Weight)
-    return weight_class, ((INT4_TILES, INT4_TILES),) * 2, LAUNCHES[weight_class].experts
 
 
 def sizes_of(*sizes: int | None) -> tuple[Any, ...]:
@@ -222,7 +214,7 @@ def few_launches(weight_format: str, model: Model, tokens: int) -> Iterator[Laun
         sizes = (model.routing.top_k, model.size, model.shared_size)
         chosen = choose_dense(tokens, *sizes, is_gated=model.is_gated)
     else:
-        of_format = LAUNCHES[tilings_of(weight_format)[0]].few_experts
+        of_format = FORMATS[weight_format].launches.few_experts
         chosen = None if of_format is None else of_format[tokens > 1]
     if chosen is None:
         return

@@ -17,21 +17,27 @@ from strandline.kernels.binding import Kernels, reference_kernels
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, mixture
 from strandline.kernels.experts.router import Routing
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
+from strandline.kernels.gemm.formats.dense import DENSE
+from strandline.kernels.gemm.formats.format import Format
+from strandline.kernels.gemm.formats.four_bit import FOUR_BIT
+from strandline.kernels.gemm.formats.fp4 import FP4
+from strandline.kernels.gemm.formats.fp8 import FP8
+from strandline.kernels.gemm.formats.mxfp8 import MXFP8
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
-from strandline.kernels.gemm.weights import (
-    BLOCK_INPUTS,
-    DenseWeight,
-    FourBitWeight,
-    Fp4Weight,
-    Mxfp8Weight,
-    ScaledWeight,
-    Weight,
-)
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeight, Weight
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.quantized_rows import GROUP, Rows
 from strandline.kernels.rowwise.quantizing import rms_norm_zero_centered_quantized
 
-FORMATS = ("dense", "fp8", "int4", "nvfp4", "mxfp4", "mxfp8")
+FORMATS: dict[str, Format] = {
+    "dense": DENSE,
+    "fp8": FP8,
+    "int4": FOUR_BIT,
+    "nvfp4": FP4,
+    "mxfp4": FP4,
+    "mxfp8": MXFP8,
+}
 GROUPS = (128, 32)
 """Inputs that share a scale in 4 bits."""
 
@@ -53,17 +59,19 @@ def random_weight(weight_format: str, *shape: int, group: int = 128) -> Any:
     if weight_format == "mxfp8":
         shift = round(math.log2(num_inputs**-0.5 / 75))
         exponents = torch.randint(126 + shift, 128 + shift, (*shape[:-1], num_padded // 32), dtype=torch.uint8)
-        return Mxfp8Weight(random_e4m3(*shape[:-1], num_padded).view(torch.int32), exponents, num_inputs)
+        words = random_e4m3(*shape[:-1], num_padded).view(torch.int32)
+        return CodedWeight(MXFP8, words, exponents, num_inputs, 32)
     words = torch.randint(-(2**31), 2**31, (*shape[:-1], num_padded // 8), dtype=torch.int32)
     if weight_format == "nvfp4":
         e4m3_scales = torch.randint(0x50, 0x58, (*shape[:-1], num_padded // 16), dtype=torch.uint8)
         factors = torch.full(shape[:-1], num_inputs**-0.5 / 2.9 / 11.5)
-        return Fp4Weight(words, e4m3_scales.view(torch.float8_e4m3fn), factors, num_inputs)
+        return CodedWeight(FP4, words, e4m3_scales.view(torch.float8_e4m3fn), num_inputs, 16, factors=factors)
     if weight_format == "mxfp4":
         exponents = torch.randint(126, 128, (*shape[:-1], num_padded // 32), dtype=torch.uint8)
-        return Fp4Weight(words, exponents, torch.full(shape[:-1], num_inputs**-0.5 / 2.9 / 0.75), num_inputs)
+        factors = torch.full(shape[:-1], num_inputs**-0.5 / 2.9 / 0.75)
+        return CodedWeight(FP4, words, exponents, num_inputs, 32, factors=factors)
     group_scales = torch.rand(*shape[:-1], num_padded // group).add_(0.5).mul_(num_inputs**-0.5 / 4.6)
-    return FourBitWeight(words, group_scales.bfloat16(), None, num_inputs, group)
+    return CodedWeight(FOUR_BIT, words, group_scales.bfloat16(), num_inputs, group)
 
 
 def random_e4m3(*shape: int) -> Tensor:
@@ -81,7 +89,7 @@ def num_bytes(weight: Any) -> int:
             return values.nbytes
         case ScaledWeight():
             return weight.values.nbytes + weight.scales.nbytes
-        case FourBitWeight() | Fp4Weight() | Mxfp8Weight():
+        case CodedWeight():
             return weight.words.nbytes + weight.scales.nbytes
     raise TypeError(type(weight))
 

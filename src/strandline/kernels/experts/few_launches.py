@@ -1,13 +1,13 @@
 """How the two products of experts of a few tokens are tiled, by the weights' format, and for how many tokens.
 
-Launches of quantised weights are in the table of all formats (``gemm/formats/launches.py``), those of dense ones here,
-measured in the same way.
+Launches of quantised weights are in the rows of formats (``gemm/formats``), those of dense ones here, measured in the
+same way.
 """
 
 from typing import Final
 
 from strandline.kernels.experts.moe import ExpertWeights, SharedExpert
-from strandline.kernels.gemm.formats.launches import LAUNCHES, few_pair
+from strandline.kernels.gemm.formats.launches import few_pair
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.sizes import NUM_SMS, cdiv, next_power_of_2
 
@@ -51,7 +51,7 @@ def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: 
     is_gated = experts.activation.is_gated
     shared_size = 0 if shared is None else shared.num_projected // (1 + is_gated)
     sizes = (top_k, experts.down.shape[2], shared_size)
-    launches = LAUNCHES[type(experts.down)]
+    launches = experts.down.format.launches
     if launches.few_experts is not None:
         up, down = launches.few_experts[num_tokens > 1]
         in_turn = launches.few_experts_three if num_tokens == 3 else None

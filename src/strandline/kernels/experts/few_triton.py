@@ -463,7 +463,7 @@ def mixture_few(
         hidden_AF,
         *sizes,
         LAYOUT=weight.layout,
-        ROWS=weight.format.rows,
+        ROWS=weight.functions.rows,
         ACTIVATE=activation_argument(experts.activation),
         BLOCK_SHARED=1 if projected is None else next_power_of_2(cdiv(projected.size, programs)),
         BLOCK_RANKS=0 if shrink is None else next_power_of_2(cdiv(shrink.num_ranks, programs)),
@@ -492,7 +492,7 @@ def mixture_few(
         out_TD,
         *sizes,
         LAYOUT=weight.layout,
-        ROWS=weight.format.rows,
+        ROWS=weight.functions.rows,
         SHARED=constants,
         IS_EVEN=size == block_k and num_channels % rows_down == 0,
         BLOCK_N=block_n,
@@ -516,7 +516,7 @@ def _up_weight(experts: ExpertWeights, shared: SharedExpert | None) -> tuple[Ope
 def _fit(weight: Weight, launch: Launch, num_inputs: int) -> tuple[Operand, int, int]:
     """Return a weight as an argument, and blocks of rows and inputs that its format allows."""
     argument, block_k = operand(weight), min(launch.block_k, next_power_of_2(num_inputs))
-    return argument, argument.layout.fit_rows(launch.block_n), max(argument.format.min_block_k, block_k)
+    return argument, argument.layout.fit_rows(launch.block_n), max(argument.functions.min_block_k, block_k)
 
 
 def _shared_features(shared: SharedExpert, x_TD: Rows) -> tuple[_ProjectedArgument, _ShrinkArgument | None]:
@@ -543,4 +543,4 @@ def _shared_arguments(
     stride_gate = 0 if shared.gate_T1 is None else shared.gate_T1.stride(0)
     argument = _SharedArgument(rows_operand(hidden_TS), shared.gate_T1, stride_gate, weight.data, size, expansion)
     ranks = None if expansion is None else expansion.constants
-    return argument, _SharedConstants(weight.format.rows, weight.layout, block_k, ranks), block_n
+    return argument, _SharedConstants(weight.functions.rows, weight.layout, block_k, ranks), block_n

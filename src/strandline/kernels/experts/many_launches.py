@@ -1,13 +1,13 @@
 """How experts of many tokens are tiled, by the weights' format and by how many choices an expert has on average.
 
-The launches are in the table of all formats (``gemm/formats/launches.py``).
+The launches are in the rows of formats (``gemm/formats``).
 """
 
 from typing import Final
 
 import torch
 
-from strandline.kernels.gemm.formats.launches import LAUNCHES
+from strandline.kernels.gemm.formats.format import Format
 from strandline.kernels.launch import Pair
 from strandline.kernels.operation import Launches
 
@@ -19,14 +19,14 @@ CHOICES_PER_EXPERT_PREFILL: Final = 64
 """From how many choices per expert, on average, the larger tiles pay."""
 
 
-def pays_to_dequantize(format_class: type, choices_per_expert: int, launches: Launches) -> bool:
+def pays_to_dequantize(format: Format, choices_per_expert: int, launches: Launches) -> bool:
     """Return whether weights of a format are best dequantised first; arguments as of ``choose_launches``."""
-    least = LAUNCHES[format_class].experts.min_dequantized
+    least = format.launches.experts.min_dequantized
     return least is not None and launches is Launches.MEASURED and choices_per_expert >= least
 
 
 def choose_launches(
-    format_class: type,
+    format: Format,
     dtype: torch.dtype,
     choices_per_expert: int,
     launches: Launches = Launches.MEASURED,
@@ -36,12 +36,12 @@ def choose_launches(
     """Return the launches of both products.
 
     Args:
-        format_class: class of the experts' weights.
+        format: of the experts' weights.
         dtype: of activations.
         choices_per_expert: on average.
         is_gated: whether experts have a gate.
     """
-    measured = LAUNCHES[format_class].experts
+    measured = format.launches.experts
     if dtype == torch.float32 and measured.float32 is not None:
         return measured.float32
     is_fixed = launches is Launches.FIXED

@@ -29,7 +29,7 @@ from strandline.kernels.expert_choices_triton import add_choices
 from strandline.kernels.experts.activation_triton import activate, activation_argument
 from strandline.kernels.experts.moe import ExpertsWeight, ExpertWeights, SharedExpert, SharedOutput
 from strandline.kernels.experts.moe_list_triton import list_choices
-from strandline.kernels.gemm.formats.operand_triton import FORMATS, TRITON_DTYPES, operand, rows_operand
+from strandline.kernels.gemm.formats.operand_triton import TRITON_DTYPES, operand, rows_operand
 from strandline.kernels.gemm.library_triton import dequantize_into
 from strandline.kernels.gemm.weights import CodedWeight, DenseWeight
 from strandline.kernels.launch import Launch, Pair
@@ -336,7 +336,7 @@ def compute_choices(
     num_held, num_channels, size = experts.down.shape
     num_choices, joined = num_tokens * top_k, shared if isinstance(shared, SharedExpert) else None
     num_rows = num_choices if joined is None else num_choices + num_tokens
-    is_quantized = FORMATS[type(experts.up)].multiplies_fp8
+    is_quantized = experts.up.format.multiplies_fp8
     rows = flat_rows(x_TD) if is_quantized else flat_rows(plain_rows(x_TD))
     listed = Listed(*list_choices(experts_TK, num_held, 0 if experts.held is None else experts.held.start), top_k)
     hidden = _unfilled(num_rows, size, rows, is_quantized=is_quantized)
@@ -425,7 +425,7 @@ def launch_up(
         num_experts,
         num_channels,
         size,
-        TILE=up.format.tile,
+        TILE=up.functions.tile,
         LAYOUT=up.layout,
         ACTIVATE=activation_argument(experts.activation),
         DTYPE=TRITON_DTYPES[x_TD.dtype],
@@ -461,7 +461,7 @@ def launch_down(
         num_choices,
         num_channels,
         size,
-        TILE=down.format.tile,
+        TILE=down.functions.tile,
         LAYOUT=down.layout,
         HAS_SHARED=shared is not None,
         IS_EVEN=size % launch.block_k == 0,

@@ -33,7 +33,8 @@ from strandline.kernels.experts.moe import (
 )
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import route
-from strandline.kernels.gemm.formats.operand_triton import FORMATS, can_extend
+from strandline.kernels.gemm.formats.dense import DENSE
+from strandline.kernels.gemm.formats.operand_triton import can_extend
 from strandline.kernels.gemm.gemms_triton import linear
 from strandline.kernels.gemm.launches import ROUTER
 from strandline.kernels.gemm.rows_triton import launch_rows
@@ -61,7 +62,7 @@ def mixture(
     Weights are dense; the other inputs may be views with dense rows. Of many tokens, choices are returned instead of
     their sum.
     """
-    x_TD = flat_rows(x_TD if FORMATS[type(experts.up)].multiplies_fp8 else plain_rows(x_TD))
+    x_TD = flat_rows(x_TD if experts.up.format.multiplies_fp8 else plain_rows(x_TD))
     if launches is Launches.MEASURED and len(x_TD) <= MAX_TOKENS_FEW:
         hidden = shared if isinstance(shared, SharedExpert) else None
         pair = choose_few(experts, hidden, len(x_TD), router.routing.top_k)
@@ -72,8 +73,8 @@ def mixture(
     if isinstance(shared, SharedExpert) and (launches is Launches.FIXED or not can_join(experts, shared)):
         shared = _output(shared, experts.activation, launches)
     choices_per_expert = chosen[1].numel() // router.logits_TE.shape[1]
-    is_dequantized = pays_to_dequantize(type(experts.up), choices_per_expert, launches)
-    multiplied, is_gated = DenseWeight if is_dequantized else type(experts.up), experts.activation.is_gated
+    is_dequantized = pays_to_dequantize(experts.up.format, choices_per_expert, launches)
+    multiplied, is_gated = DENSE if is_dequantized else experts.up.format, experts.activation.is_gated
     tiles = choose_launches(multiplied, x_TD.dtype, choices_per_expert, launches, is_gated=is_gated)
     compute = compute_dequantized if is_dequantized else compute_choices
     return compute(x_TD, experts, chosen, shared, tiles)
@@ -99,7 +100,7 @@ def projected_mixture(
         pair = choose_few(experts, shared, len(x_TD), routing.top_k)
         if pair is not None and can_extend(experts.up, parts[0]):
             rows, router_TO = score_few(x_TD, parts[1])
-            rows = flat_rows(rows if FORMATS[type(experts.up)].multiplies_fp8 else plain_rows(rows))
+            rows = flat_rows(rows if experts.up.format.multiplies_fp8 else plain_rows(rows))
             logits_TE, gate_T1, _ = router_TO.split(projection.sizes[1:], dim=-1)
             shared = shared._replace(gate_T1=gate_T1 if projection.sizes[2] else None)
             return mixture_few(rows, experts, shared, logits_TE, None, routing, pair)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.kernels.gemm.expansion_triton import Expansion
-from strandline.kernels.gemm.formats.launches import LAUNCHES
+from strandline.kernels.gemm.formats.dense import DENSE
 from strandline.kernels.gemm.launches import (
     LOGITS,
     LOGITS_PAIR,
@@ -36,7 +36,7 @@ from strandline.kernels.gemm.low_rank_triton import add_low_rank, shrink_rows, s
 from strandline.kernels.gemm.rows_triton import Second, launch_rows
 from strandline.kernels.gemm.skinny_triton import launch_skinny
 from strandline.kernels.gemm.tiles_triton import launch_heads, launch_tiles
-from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight, StackedWeight, Weight
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight, Weight
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import swiglu
@@ -101,7 +101,7 @@ def head_linear(x_THI: Tensor, weight_HOI: Tensor, *, launches: Launches = Launc
     (num_rows, num_heads, _), num_outputs = x_THI.shape, weight_HOI.shape[1]
     out_THO = torch.empty((num_rows, num_heads, num_outputs), dtype=x_THI.dtype, device=x_THI.device)
     if num_rows:
-        launch = LAUNCHES[DenseWeight].linear_fixed.choose(num_rows, num_outputs, x_THI.dtype)
+        launch = DENSE.launches.linear_fixed.choose(num_rows, num_outputs, x_THI.dtype)
         launch_heads(out_THO, x_THI.transpose(0, 1), DenseWeight(weight_HOI), launch)
     return out_THO
 
@@ -195,7 +195,7 @@ def _shrink(
         return rows, shrink_rows(plain_rows(rows), term)
     if not kernels <= {Kernel.ROWS, Kernel.TILES}:
         return rows, None
-    rows = quantized(rows) if any(isinstance(part, ScaledWeight) for part in parts) else rows
+    rows = quantized(rows) if any(part.format.multiplies_fp8 for part in parts) else rows
     return rows, shrink_tiles(plain_rows(rows), term)
 
 

@@ -1,7 +1,7 @@
 """Which kernel multiplies, and with which launch, by the weight's format, sizes and number of rows.
 
-Launches of quantised weights are in the table of all formats (``formats/launches.py``), those of dense ones here,
-measured in the same way. The choice depends on shapes and dtypes alone; ``Launches.FIXED`` always chooses tiles that
+Launches of quantised weights are in the rows of formats (``formats``), those of dense ones here, measured in the same
+way. The choice depends on shapes and dtypes alone; ``Launches.FIXED`` always chooses tiles that
 add in one order.
 """
 
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from strandline.kernels.gemm.formats.launches import LAUNCHES, MANY, LinearLaunches, Tiles, rows_launch
+from strandline.kernels.gemm.formats.launches import MANY, LinearLaunches, Tiles, rows_launch
 from strandline.kernels.gemm.fp8 import can_multiply_in_torch
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight
 from strandline.kernels.launch import Launch
@@ -126,7 +126,7 @@ def choose(
         is_gated: whether the outputs are those of a gate and an up projection. Tiles and the library do not apply it.
         num_second: outputs of a dense weight that is multiplied in the same launch.
     """
-    of_format = LAUNCHES[type(weight)]
+    of_format = weight.format.launches
     if launches is Launches.FIXED:
         return Plan(Kernel.TILES, of_format.linear_fixed.choose(len(rows), weight.shape[0], rows.dtype))
     if isinstance(weight, DenseWeight):

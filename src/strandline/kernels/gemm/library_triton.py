@@ -1,4 +1,4 @@
-"""GEMMs of many rows by torch. Weights of codes of 4 bits are dequantised for it, part by part.
+"""GEMMs of many rows by torch. Weights of codes are dequantised for it, part by part.
 
 Shape suffixes: as in ``linear.py``; T rows; in kernels N rows and K inputs of a weight.
 """
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.gemm import fp8, weights
+from strandline.kernels.gemm import fp8
+from strandline.kernels.gemm.formats import coded
 from strandline.kernels.gemm.formats.operand_triton import operand
 from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, QuantizedWeight, ScaledWeight
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
@@ -17,7 +18,7 @@ from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import quantized
 from strandline.kernels.sizes import cdiv
 
-BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
+BLOCK_INPUTS = tl.constexpr(coded.BLOCK_INPUTS)
 
 SCRATCH_CODES = 1 << 24
 """Weights that are dequantised at a time: 32 MiB in bfloat16 stay in the second-level cache."""
@@ -89,7 +90,7 @@ def dequantize_into(out_OI: Tensor, weight: CodedWeight) -> None:
         out_OI,
         len(out_OI),
         weight.num_inputs,
-        DEQUANTIZE=taken.format.dequantize,
+        DEQUANTIZE=taken.functions.dequantize,
         LAYOUT=taken.layout,
         BLOCK_N=DEQUANTIZED_ROWS,
         num_warps=4,

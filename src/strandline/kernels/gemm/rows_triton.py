@@ -288,13 +288,13 @@ def launch_rows(
         rows, norm = rows.x_TD, rows.launch
     weight, matrix_T = weight if isinstance(weight, RowMatrices) else (weight, None)
     argument = operand(weight)
-    taken = rows if argument.format.multiplies_fp8 else plain_rows(rows)
+    taken = rows if weight.format.multiplies_fp8 else plain_rows(rows)
     num_rows, (num_outputs, num_inputs) = len(rows), weight.shape[-2:]
     if is_gated:
         num_outputs //= 2
     block_m = min(launch.block_m, next_power_of_2(num_rows))
     block_n = argument.layout.fit_rows(launch.block_n)
-    block_k = min(launch.block_k, max(argument.format.min_block_k, next_power_of_2(num_inputs)))
+    block_k = min(launch.block_k, max(argument.functions.min_block_k, next_power_of_2(num_inputs)))
     second_argument, constants = None, None
     if second is not None:
         second_argument, constants = _second_arguments(second, rows, weight, block_n, block_k)
@@ -317,7 +317,7 @@ def launch_rows(
         num_outputs,
         num_inputs,
         out_MO.stride(0),
-        ROWS=argument.format.rows,
+        ROWS=argument.functions.rows,
         LAYOUT=argument.layout,
         SECOND=constants,
         EXPANSION=None if expansion is None else expansion.constants,
@@ -373,5 +373,5 @@ def _second_arguments(
     x = rows_operand(plain_rows(rows))
     return (
         _SecondArgument(x, argument.data, second.out_MO, num_outputs, second.out_MO.stride(0)),
-        _SecondConstants(argument.format.rows, argument.layout, *sizes),
+        _SecondConstants(argument.functions.rows, argument.layout, *sizes),
     )

@@ -202,7 +202,7 @@ def launch_tiles(
         argument = (x_TI, x_TI.stride(0), second.values_OI, num_second)
         num_tiles += cdiv(num_second, launch.block_n)
     taken: Operand = operand(weight)
-    rows = quantized(rows) if taken.format.multiplies_fp8 else plain_rows(rows)
+    rows = quantized(rows) if weight.format.multiplies_fp8 else plain_rows(rows)
     _tiles_kernel[(cdiv(num_rows, launch.block_m) * num_tiles, spans)](
         rows_operand(rows),
         taken.data,
@@ -216,12 +216,12 @@ def launch_tiles(
         part_STO.stride(-2),
         span,
         None,
-        TILE=taken.format.tile,
+        TILE=taken.functions.tile,
         LAYOUT=taken.layout,
         EXPANSION=None if expansion is None else expansion.constants,
         IS_EVEN=num_inputs % launch.block_k == 0 and num_outputs % launch.block_n == 0,
         IS_SPLIT=spans > 1,
-        SWAPS_SECOND=launch.block_m < taken.format.min_rows,
+        SWAPS_SECOND=launch.block_m < taken.functions.min_rows,
         **launch.options(),
         **overlap_options(out_TO),
     )
@@ -246,7 +246,7 @@ def launch_heads(out_THO: Tensor, x_HTI: Tensor, weight: DenseWeight, launch: La
         out_THO.stride(0),
         0,
         x_HTI.stride(0),
-        TILE=taken.format.tile,
+        TILE=taken.functions.tile,
         LAYOUT=taken.layout,
         EXPANSION=None,
         IS_EVEN=num_inputs % launch.block_k == 0 and num_outputs % launch.block_n == 0,

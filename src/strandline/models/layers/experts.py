@@ -28,7 +28,7 @@ from strandline.kernels.experts.moe import (
     projected_mixture,
 )
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, Weight
+from strandline.kernels.gemm.weights import DenseWeight, Weight
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.normed_rows import NormedRows
 from strandline.kernels.rowwise.quantized_rows import Rows
@@ -161,7 +161,7 @@ class Experts(nn.Module):
     @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
-        return any(isinstance(up, ScaledWeight) for up in self._kept.get("up_XFE", ()))
+        return any(up.format.multiplies_fp8 for up in self._kept.get("up_XFE", ()))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

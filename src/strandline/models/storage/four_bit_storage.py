@@ -14,14 +14,15 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import (
-    BLOCK_INPUTS,
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
+from strandline.kernels.gemm.formats.four_bit import (
     BLOCK_WORDS,
+    FOUR_BIT,
     GROUPS_FOUR_BIT,
     SYMMETRIC_ZERO,
-    FourBitWeight,
     pack_code_pairs,
 )
+from strandline.kernels.gemm.weights import CodedWeight
 from strandline.models.layers.targets import Piece, Target
 from strandline.models.storage.four_bit import FourBitMatrix, PackedMatrix, PublishedFourBit, find_four_bit
 from strandline.models.storage.published import Holders, OpenWeight
@@ -152,7 +153,7 @@ class FourBitRows:
         _replace_lowest_codes(self.words_RW)
         self.scales_RX.uniform_(0.5, 1.5, generator=generator).mul_(std / RANDOM_STD)
 
-    def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> FourBitWeight:
+    def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> CodedWeight:
         """See ``StoredRows``."""
 
         def shaped(tensor: Tensor) -> Tensor:
@@ -164,12 +165,13 @@ class FourBitRows:
 
         zeros = self.zeros_RX
         is_symmetric = zeros is None or bool((zeros[rows] == SYMMETRIC_ZERO).all())
-        return FourBitWeight(
+        return CodedWeight(
+            FOUR_BIT,
             shaped(self.words_RW),
             scaling(self.scales_RX),
-            None if zeros is None or is_symmetric else scaling(zeros),
             self.num_inputs,
             self.format.group,
+            None if zeros is None or is_symmetric else scaling(zeros),
         )
 
 

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.kernels.gemm.weights import E2M1, scale_numbers
+from strandline.kernels.gemm.formats.coded import scale_numbers
+from strandline.kernels.gemm.formats.fp4 import E2M1
 from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.layers.targets import Index, Target
 from strandline.models.storage.fp8 import CHUNK_ELEMENTS, SCALE_SUFFIXES

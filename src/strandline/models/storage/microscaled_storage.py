@@ -15,7 +15,10 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, Fp4Weight, Mxfp8Weight, pack_bytes, pack_codes
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
+from strandline.kernels.gemm.formats.fp4 import FP4
+from strandline.kernels.gemm.formats.mxfp8 import MXFP8
+from strandline.kernels.gemm.weights import CodedWeight
 from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.layers.targets import Piece, Target
 from strandline.models.storage.microscaled import OpenMicroscaledWeight, PublishedMicroscaled, find_microscaled
@@ -113,7 +116,7 @@ class MicroscaledRows:
         code_RK, scale_RX, factor_R = weight.part(piece.index)
         row_R = torch.arange(len(code_RK)) if isinstance(source_R, slice) else source_R
         step, device = max(1, CHUNK_ELEMENTS // code_RK.shape[1]), code_RK.device
-        pack = pack_bytes if self.scheme.bits == 8 else pack_codes
+        pack = MXFP8.pack if self.scheme.bits == 8 else FP4.pack
         for chunk, sources in zip(index_R.split(step), row_R.split(step), strict=True):
             indices, rows = chunk.to(device), sources.to(device)
             self.words_RW[indices] = pack(code_RK[rows])
@@ -140,11 +143,12 @@ class MicroscaledRows:
             noise.normal_(std=RANDOM_CODES[8], generator=generator).clamp_(-MAX_E4M3, MAX_E4M3)
             rows.copy_(noise.to(torch.float8_e4m3fn).view(torch.int32))
 
-    def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> Fp4Weight | Mxfp8Weight:
+    def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> CodedWeight:
         """See ``StoredRows``."""
         words, scales = self.words_RW[rows], self.scales_RX[rows]
         words, scales = words.view(*shape, words.shape[-1]), scales.view(*shape, scales.shape[-1])
         if self.scheme.bits == 8:
-            return Mxfp8Weight(words, scales, self.num_inputs)
+            return CodedWeight(MXFP8, words, scales, self.num_inputs, self.scheme.group)
         scales = scales if self.scheme.has_exponents else scales.view(torch.float8_e4m3fn)
-        return Fp4Weight(words, scales, self.factors_R[rows].view(*shape), self.num_inputs)
+        factors = self.factors_R[rows].view(*shape)
+        return CodedWeight(FP4, words, scales, self.num_inputs, self.scheme.group, factors=factors)

@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import E2M1, E8M0_BIAS, E8M0_GROUP, SYMMETRIC_ZERO
+from strandline.kernels.gemm.formats.coded import E8M0_BIAS
+from strandline.kernels.gemm.formats.four_bit import SYMMETRIC_ZERO
+from strandline.kernels.gemm.formats.fp4 import E2M1
 from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.storage.four_bit import PER_NUMBER
 from strandline.models.storage.quantization_config import (
@@ -38,6 +40,7 @@ BLOCK: Final = 128
 SQUARE: Final = Block(BLOCK, BLOCK)
 
 GROUP_FP4: Final = 16
+E8M0_GROUP: Final = 32
 GROUP_INT4: Final = 128
 
 SMALLEST: Final = 1e-30

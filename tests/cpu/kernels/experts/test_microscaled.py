@@ -24,7 +24,9 @@ from strandline.kernels.experts.moe import (
     sum_of_chosen,
 )
 from strandline.kernels.experts.router import Routing, route
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, CodedWeight, Fp4Weight
+from strandline.kernels.gemm.formats import fp4
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
+from strandline.kernels.gemm.weights import CodedWeight
 from tests.cpu.kernels.gemm.formats import FP4, MXFP8, exact
 from tests.poison import poisoned_memory
 
@@ -33,8 +35,7 @@ pytest.importorskip("triton")
 from strandline.kernels.experts import many_triton, moe_triton
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
-from strandline.kernels.gemm.formats.launches import FP4 as FP4_LAUNCHES
-from strandline.kernels.gemm.formats.launches import LAUNCHES, few_pair
+from strandline.kernels.gemm.formats.launches import few_pair
 from strandline.kernels.gemm.library_triton import dequantize_into
 from strandline.kernels.launch import Launch, Pair
 
@@ -84,7 +85,7 @@ class Case:
         is_idle_E = torch.ones(num_experts, dtype=torch.bool, device=device)
         is_idle_E[self.chosen[1].flatten()] = False
         for idle in (up, down):
-            if isinstance(idle, Fp4Weight):
+            if idle.factors is not None:
                 idle.factors[is_idle_E] = torch.nan
             else:
                 idle.scales[is_idle_E] = 255
@@ -176,8 +177,8 @@ def test_ranks_dequantise_their_experts_of_many_tokens(activation: Activation, m
     monkeypatch.setattr(moe_triton, "MAX_TOKENS_FEW", 0)
     expected = sum_of_chosen(case.x_TD, experts, case.chosen, shared).double()
     for least in (6, 5):  # an expert has 36 / 7 choices on average
-        experts_launches = FP4_LAUNCHES.experts._replace(min_dequantized=least)
-        monkeypatch.setitem(LAUNCHES, Fp4Weight, FP4_LAUNCHES._replace(experts=experts_launches))
+        experts_launches = fp4.LAUNCHES.experts._replace(min_dequantized=least)
+        monkeypatch.setattr(fp4.FP4, "launches", fp4.LAUNCHES._replace(experts=experts_launches))
         num_dequantized.clear()
         out_TD = torch.zeros_like(case.x_TD)
         for held in (range(3), range(3, 7)):

@@ -26,8 +26,11 @@ from strandline.kernels.experts.moe import (
     sum_of_chosen,
 )
 from strandline.kernels.experts.router import Routing, route
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
+from strandline.kernels.gemm.formats.four_bit import FOUR_BIT
+from strandline.kernels.gemm.formats.fp8 import FP8
 from strandline.kernels.gemm.low_rank import LowRankTerm
-from strandline.kernels.gemm.weights import BLOCK_INPUTS, DenseWeight, FourBitWeight, ScaledWeight
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeight
 from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation import biased_swiglu
@@ -40,7 +43,7 @@ pytest.importorskip("triton")
 
 from strandline.kernels.experts import moe_triton
 from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
-from strandline.kernels.gemm.formats.launches import LAUNCHES, ExpertLaunches, few_pair
+from strandline.kernels.gemm.formats.launches import ExpertLaunches, few_pair
 
 Shape = tuple[int, int, int, int, int]
 """Experts, choices of a token, channels, features, features of the shared expert; 0: there is none."""
@@ -64,7 +67,6 @@ def fp8_weight(num_experts: int, num_rows: int, num_inputs: int, *, size: int, d
 class Format(NamedTuple):
     """What tests know about a format."""
 
-    weight: type
     make: Callable[..., Any]
     tiles: tuple[Pair, Pair]
     """Small, so that small shapes have several tiles; of both orientations."""
@@ -79,7 +81,6 @@ FORMATS = {
     # 2**-8, and with it what a twentieth of its features are rounded to: in the 32 groups of one token, that was seen
     # to make 2.3e-2.
     "fp8": Format(
-        ScaledWeight,
         fp8_weight,
         (
             (Launch(16, GROUP, GROUP, 1, 1, 2), Launch(16, 32, GROUP, 1, 1)),
@@ -89,7 +90,6 @@ FORMATS = {
         {torch.float32: 3e-3, torch.bfloat16: 6e-2},
     ),
     "4 bits": Format(
-        FourBitWeight,
         four_bit_weight,
         (
             (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1)),
@@ -107,12 +107,7 @@ def limit(name: str, dtype: torch.dtype, device: str) -> float:
 
 def rows_of(weight: Any, rows: slice) -> Any:
     """Return some of several matrices."""
-    if isinstance(weight, DenseWeight):
-        return DenseWeight(weight.values_OI[rows])
-    if isinstance(weight, ScaledWeight):
-        return ScaledWeight(weight.values[rows], weight.scales[rows], weight.rows_per_scale)
-    zeros = None if weight.zeros is None else weight.zeros[rows]
-    return FourBitWeight(weight.words[rows], weight.scales[rows], zeros, weight.num_inputs, weight.group)
+    return weight[rows]
 
 
 class Case:
@@ -258,7 +253,7 @@ def check_experts(
     expected = sum_of_chosen(*arguments, shared).double()
     with poisoned_memory():
         results = [added_up(compute_choices(*arguments, shared, tiles))]
-        if isinstance(case.up, FourBitWeight):
+        if isinstance(case.up, CodedWeight):
             results.append(added_up(compute_dequantized(*arguments, shared, DENSE_TILES)))
     for out_TD in results:
         assert float((out_TD.double() - expected).norm() / expected.norm()) < limit(name, dtype, device)
@@ -282,11 +277,11 @@ def check_joined(
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for weight, tiles in ((ScaledWeight, FORMATS["fp8"].tiles), (FourBitWeight, FORMATS["4 bits"].tiles)):
-        fixed = tiles[weight is FourBitWeight]
+    for format, tiles in ((FP8, FORMATS["fp8"].tiles), (FOUR_BIT, FORMATS["4 bits"].tiles)):
+        fixed = tiles[format is FOUR_BIT]
         small = ExpertLaunches(tiles[0], tiles[0], tiles[0], (fixed, fixed, fixed), tiles[0])
-        launches = LAUNCHES[weight]._replace(experts=small, few_experts=(FEW, FEW))
-        monkeypatch.setitem(LAUNCHES, weight, launches)
+        launches = format.launches._replace(experts=small, few_experts=(FEW, FEW))
+        monkeypatch.setattr(format, "launches", launches)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -19,6 +19,7 @@ from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_launches import choose_launches
 from strandline.kernels.experts.many_triton import compute_choices
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, SharedOutput
+from strandline.kernels.gemm.formats.dense import DENSE
 from strandline.kernels.gemm.formats.launches import few_pair
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch, Pair
@@ -122,7 +123,7 @@ def check_experts_without_gate(arguments: Inputs) -> None:
         expected_TD.index_add_(0, token_A, out_AD * weights[token_A, choice_A].double().unsqueeze(-1))
     own = ExpertWeights(DenseWeight(up), DenseWeight(down), RELU_SQUARED)
     for launches in Launches:
-        tiles = choose_launches(DenseWeight, x_TD.dtype, experts.numel() // len(up), launches, is_gated=False)
+        tiles = choose_launches(DENSE, x_TD.dtype, experts.numel() // len(up), launches, is_gated=False)
         with poisoned_memory():
             check_near(added_up(compute_choices(x_TD, own, (weights, experts), None, tiles)), expected_TD)
 

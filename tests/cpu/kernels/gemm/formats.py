@@ -2,27 +2,33 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import (
-    BLOCK_INPUTS,
-    GROUPS_FOUR_BIT,
-    SYMMETRIC_ZERO,
-    DenseWeight,
-    FourBitWeight,
-    Fp4Weight,
-    Mxfp8Weight,
-    ScaledWeight,
-    pack_bytes,
-    pack_code_pairs,
-    pack_codes,
-)
+from strandline.kernels.gemm import formats
+from strandline.kernels.gemm.formats import fp4, mxfp8
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, CodedFormat
+from strandline.kernels.gemm.formats.format import Format
+from strandline.kernels.gemm.formats.four_bit import FOUR_BIT, GROUPS_FOUR_BIT, SYMMETRIC_ZERO
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from tests.cpu.models import fp8
+
+
+def all_formats() -> list[Format]:
+    """Return the rows of all modules of the formats' folder."""
+    names = (module.name for module in iter_modules(formats.__path__) if not module.name.endswith("_triton"))
+    modules = [import_module(f"{formats.__name__}.{name}") for name in names]
+    return list(dict.fromkeys(x for module in modules for x in vars(module).values() if isinstance(x, Format)))
+
+
+ALL_FORMATS: Final = all_formats()
+ALL_CODED: Final = [format for format in ALL_FORMATS if isinstance(format, CodedFormat)]
 
 
 def dense_weight(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> DenseWeight:
@@ -48,17 +54,18 @@ def four_bit_weight(
     scale_dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     **_: Any,
-) -> FourBitWeight:
+) -> CodedWeight:
     """Return random weights, whose scales differ."""
     num_inputs = shape[-1]
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
     num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // group
     scales = (torch.rand(*shape[:-1], num_groups) + 0.2) * 0.2 * num_inputs**-0.5
     zeros = None if symmetric else torch.randint(0, 16, scales.shape, dtype=torch.uint8).to(device)
-    return FourBitWeight(pack_code_pairs(codes).to(device), scales.to(device, scale_dtype), zeros, num_inputs, group)
+    words = FOUR_BIT.pack(codes).to(device)
+    return CodedWeight(FOUR_BIT, words, scales.to(device, scale_dtype), num_inputs, group, zeros)
 
 
-def fp4_weight(*shape: int, group: int = 16, device: str = "cpu", **_: Any) -> Fp4Weight:
+def fp4_weight(*shape: int, group: int = 16, device: str = "cpu", **_: Any) -> CodedWeight:
     """Return random weights whose scales and factors differ, some of them 0."""
     num_inputs = shape[-1]
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
@@ -69,17 +76,18 @@ def fp4_weight(*shape: int, group: int = 16, device: str = "cpu", **_: Any) -> F
     if group == 32:
         scales = torch.randint(115, 121, scales.shape, dtype=torch.uint8)
         factors = torch.full(shape[:-1], num_inputs**-0.5 * 100)
-    return Fp4Weight(*(x.to(device) for x in (pack_codes(codes), scales, factors)), num_inputs)
+    words, scales, factors = (x.to(device) for x in (fp4.FP4.pack(codes), scales, factors))
+    return CodedWeight(fp4.FP4, words, scales, num_inputs, group, factors=factors)
 
 
-def mxfp8_weight(*shape: int, device: str = "cpu", **_: Any) -> Mxfp8Weight:
+def mxfp8_weight(*shape: int, device: str = "cpu", **_: Any) -> CodedWeight:
     """Return random weights of all sizes that e4m3 has, whose scales differ."""
     num_inputs = shape[-1]
     codes = torch.randint(0, 255, shape, dtype=torch.uint8)
     codes[codes == 0x7F] = 0x80
     num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // 32
     scales = (torch.randint(117, 123, (*shape[:-1], num_groups)) - int(num_inputs**0.5).bit_length()).byte()
-    return Mxfp8Weight(pack_bytes(codes).to(device), scales.to(device), num_inputs)
+    return CodedWeight(mxfp8.MXFP8, mxfp8.MXFP8.pack(codes).to(device), scales.to(device), num_inputs, 32)
 
 
 def exact(weight: Any) -> Tensor:
@@ -91,15 +99,15 @@ def exact(weight: Any) -> Tensor:
         columns = torch.arange(weight.values.shape[-1], device=weight.values.device) // GROUP
         return weight.values.double() * weight.scales[..., rows, :][..., columns].double()
     column_I = torch.arange(weight.num_inputs, device=weight.words.device)
-    if isinstance(weight, FourBitWeight):
+    if weight.format is FOUR_BIT:
         word_I, bit_I = column_I % 32 // 2, column_I % 128 // 32 * 4 + column_I % 2 * 16
         code = weight.words[..., column_I // 128 * 16 + word_I] >> bit_I & 15
     scale = weight.scales[..., column_I // weight.group]
-    if isinstance(weight, Mxfp8Weight):
+    if weight.format is mxfp8.MXFP8:
         byte_I = column_I // 64 * 64 + column_I % 32 // 2 * 4 + column_I % 2 * 2 + column_I % 64 // 32
         numbers = weight.words.view(torch.float8_e4m3fn)[..., byte_I].double()
         return numbers * 2 ** (scale.double() - 127)
-    if isinstance(weight, FourBitWeight):
+    if weight.format is FOUR_BIT:
         zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros[..., column_I // weight.group].double()
         return (code.double() - zeros) * scale.double()
     bits = [(6, 10, 0, 4), (7, 11, 1, 5), (8, 12, 2, 14), (15, 19, 9, 13)]

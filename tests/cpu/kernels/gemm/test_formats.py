@@ -1,31 +1,19 @@
 """Weights stand for what their formats say, and reference implementations multiply with exactly that."""
 
-from collections.abc import Callable
-from typing import get_args
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from strandline.kernels.binding import bind_kernels
-from strandline.kernels.gemm.formats.launches import LAUNCHES
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, CodedFormat
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear, linear
-from strandline.kernels.gemm.weights import (
-    DenseWeight,
-    QuantizedWeight,
-    StackedWeight,
-    pack_bytes,
-    pack_code_pairs,
-    pack_codes,
-    unpack_bytes,
-    unpack_code_pairs,
-    unpack_codes,
-)
+from strandline.kernels.gemm.weights import DenseWeight, StackedWeight
 from strandline.kernels.operation import Workload
 from strandline.kernels.rowwise.quantized_rows import GROUP, quantize_groups
 from tests.cpu.kernels.gemm.formats import (
+    ALL_CODED,
+    ALL_FORMATS,
     CASES,
     FORMATS,
     FP8,
@@ -40,8 +28,6 @@ from tests.cpu.kernels.gemm.formats import (
     product,
 )
 
-Pack = Callable[[Tensor], Tensor]
-
 SIZES = [(1, 128, 128), (3, 40, 1), (5, 300, 130), (2, 129, 257), (17, 256, 96)]
 """Rows, inputs and outputs."""
 
@@ -52,29 +38,21 @@ KERNELS = bind_kernels(LINEAR_OPERATIONS, Workload("cpu", "float32"))
 
 
 @pytest.mark.parametrize("shape", [(3, 128), (2, 5, 300), (1, 1)], ids=str)
-@pytest.mark.parametrize(("pack", "unpack"), [(pack_codes, unpack_codes), (pack_code_pairs, unpack_code_pairs)])
-def test_codes_are_packed_without_loss(pack: Pack, unpack: Pack, shape: tuple[int, ...]) -> None:
-    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
-    words = pack(codes)
-    assert (words.dtype, words.shape) == (torch.int32, (*shape[:-1], -(-shape[-1] // 128) * 16))
-    assert torch.equal(unpack(words)[..., : shape[-1]], codes)
-    assert not unpack(words)[..., shape[-1] :].any()
+@pytest.mark.parametrize("format", ALL_CODED, ids=lambda format: format.name)
+def test_codes_are_packed_without_loss(format: CodedFormat, shape: tuple[int, ...]) -> None:
+    codes = torch.randint(0, 1 << format.bits, shape, dtype=torch.uint8)
+    words, num_blocks = format.pack(codes), -(-shape[-1] // BLOCK_INPUTS)
+    assert (words.dtype, words.shape) == (torch.int32, (*shape[:-1], num_blocks * BLOCK_INPUTS * format.bits // 32))
+    assert torch.equal(format.unpack(words)[..., : shape[-1]], codes)
+    assert not format.unpack(words)[..., shape[-1] :].any()
 
 
-@pytest.mark.parametrize("shape", [(3, 128), (2, 5, 300), (1, 1)], ids=str)
-def test_bytes_are_packed_without_loss(shape: tuple[int, ...]) -> None:
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
-    words = pack_bytes(codes)
-    assert (words.dtype, words.shape) == (torch.int32, (*shape[:-1], -(-shape[-1] // 128) * 32))
-    assert torch.equal(unpack_bytes(words)[..., : shape[-1]], codes)
-    assert not unpack_bytes(words)[..., shape[-1] :].any()
-
-
-def test_all_formats_have_launches_functions_and_random_weights() -> None:
+def test_all_formats_have_functions_and_random_weights() -> None:
     operand_triton = pytest.importorskip("strandline.kernels.gemm.formats.operand_triton")
-    weights = {DenseWeight, *get_args(QuantizedWeight)}
-    assert set(LAUNCHES) == set(operand_triton.FORMATS) == weights
-    assert {type(case.weight(2, 128)) for case in FORMATS.values()} == weights
+    for format in ALL_FORMATS:
+        functions = operand_triton.device_functions(format.functions)
+        assert (functions.dequantize is not None) == (format in ALL_CODED)
+    assert {case.weight(2, 128).format for case in FORMATS.values()} == set(ALL_FORMATS)
 
 
 @given(st.sampled_from(sorted(CASES.keys() - {"dense"})), st.integers(1, 10), st.integers(0, 2**31))

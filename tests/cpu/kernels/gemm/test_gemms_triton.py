@@ -12,20 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
 from strandline.kernels.gemm.linear import gated_linear, head_linear, linear
-from strandline.kernels.gemm.weights import (
-    BLOCK_INPUTS,
-    CodedWeight,
-    DenseWeight,
-    FourBitWeight,
-    ScaledWeight,
-    StackedWeight,
-)
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeight, StackedWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation import swiglu
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from tests.cpu.kernels.gemm.formats import (
+    ALL_FORMATS,
     CASES,
     CODED,
     DENSE,
@@ -49,7 +44,7 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import gemms_triton, launches, library_triton
-from strandline.kernels.gemm.formats.launches import LAUNCHES, rows_launch
+from strandline.kernels.gemm.formats.launches import rows_launch
 from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose
 from strandline.kernels.gemm.logits_triton import logits_of_many
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
@@ -291,7 +286,7 @@ def test_scales_may_have_any_dtype(num_rows: int, scale_dtype: torch.dtype) -> N
 def test_scales_of_whole_rows_may_be_repeated(num_rows: int) -> None:
     case, weight = INT4["int4-128"], four_bit_weight(70, 300)
     x, scales = case.make_x(num_rows, 300, torch.float32, "cpu"), weight.scales[:, :1].expand(-1, 3)
-    repeated = FourBitWeight(weight.words, scales, None, 300, 128)
+    repeated = CodedWeight(weight.format, weight.words, scales, 300, 128)
     check(case, gemms_triton.linear(x, repeated), x, repeated)
 
 
@@ -445,5 +440,5 @@ def test_kernels_depend_on_the_number_of_rows() -> None:
 
 @pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 2560), (1, 248_320), (65, 2560), (8192, 12352)])
 def test_every_fixed_tile_has_64_rows_at_least(num_rows: int, num_outputs: int) -> None:
-    for tiles in (of_format.linear_fixed for of_format in LAUNCHES.values()):
+    for tiles in (format.launches.linear_fixed for format in ALL_FORMATS):
         assert tiles.choose(num_rows, num_outputs, torch.bfloat16).block_m >= 64

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.weights import DenseWeight, FourBitWeight, StackedWeight
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, StackedWeight
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
@@ -58,7 +58,7 @@ def test_random_weights_have_a_mean_of_zero(scheme: str, tmp_path: Path) -> None
     weights = [part.up for module in model.modules() if isinstance(module, Experts) for part in module.parts]
     assert weights
     for weight in weights:
-        assert isinstance(weight, FourBitWeight)
+        assert isinstance(weight, CodedWeight)
         values = weight.dequantize()
         assert float(values.mean().abs() / values.std()) < 0.02
 
@@ -69,7 +69,7 @@ def test_files_decide_row_by_row_what_stays(tmp_path: Path) -> None:
 
     model = check(save("qwen3_5_moe", tmp_path, is_converted=is_converted))
     forms = {type(module.weight) for module in model.modules() if isinstance(module, Projection)}
-    assert forms == {DenseWeight, FourBitWeight, StackedWeight}
+    assert forms == {CodedWeight, DenseWeight, StackedWeight}
 
 
 def test_symmetric_weights_have_no_zero_points(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path:
         assert len(kept.weights_report.kept) > 0
 
 
-@pytest.mark.parametrize(("size", "form"), [(192, FourBitWeight), (176, DenseWeight)])
+@pytest.mark.parametrize(("size", "form"), [(192, CodedWeight), (176, DenseWeight)])
 def test_inputs_are_cut_between_groups(size: int, form: type, tmp_path: Path) -> None:
     source = save_tiny_model(tmp_path / "source", intermediate_size=size)
     directory = four_bit.convert(source, tmp_path, KEPT["awq"])[0]

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.kernels.gemm.weights import DenseWeight, Fp4Weight, Mxfp8Weight, ScaledWeight, StackedWeight
+from strandline.kernels.gemm.formats.dense import DENSE
+from strandline.kernels.gemm.formats.format import Format
+from strandline.kernels.gemm.formats.fp4 import FP4
+from strandline.kernels.gemm.formats.fp8 import FP8
+from strandline.kernels.gemm.formats.mxfp8 import MXFP8
+from strandline.kernels.gemm.weights import CodedWeight, ScaledWeight, StackedWeight
 from strandline.model_config import read_model_config
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.experts import Experts
@@ -48,17 +53,15 @@ def is_in_inkling(name: str, _: Tensor) -> bool:
     return re.search(r"layers\.2\.mlp\.experts\.w", name) is not None
 
 
-@pytest.mark.parametrize(
-    ("way", "weight"), [("inkling", Fp4Weight), ("inkling-compressed", Fp4Weight), ("inkling-mxfp8", Mxfp8Weight)]
-)
-def test_routed_experts_stay_if_the_shared_ones_are_not_quantised(way: str, weight: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "format"), [("inkling", FP4), ("inkling-compressed", FP4), ("inkling-mxfp8", MXFP8)])
+def test_routed_experts_stay_if_the_shared_ones_are_not_quantised(way: str, format: Format, tmp_path: Path) -> None:
     source = families.save("inkling-towers", tmp_path, **SIZES)
     directory, plain = microscaled.convert(source, tmp_path, way, is_converted=is_in_inkling)
     model = check(directory)
     assert_same_weights(model, load(plain, keeps_quantized=False))
     parts = [experts.parts for experts in model.modules() if isinstance(experts, Experts)]
-    formats = [[(type(part.up), part.held) for part in of_layer] for of_layer in parts]
-    assert formats == [[(DenseWeight, range(7))], [(weight, range(5)), (DenseWeight, range(5, 7))]]
+    formats = [[(part.up.format, part.held) for part in of_layer] for of_layer in parts]
+    assert formats == [[(DENSE, range(7))], [(format, range(5)), (DENSE, range(5, 7))]]
 
 
 @pytest.mark.parametrize("way", ["inkling-mxfp8", "mxfp8-compressed"])
@@ -69,7 +72,7 @@ def test_experts_of_inkling_2_stay_in_mxfp8(way: str, tmp_path: Path, monkeypatc
     assert_same_weights(model, load(plain, keeps_quantized=False))
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     assert experts
-    assert {type(part.up) for each in experts for part in each.parts} == {Mxfp8Weight}
+    assert {part.up.format for each in experts for part in each.parts} == {MXFP8}
     check_parts_read(directory, monkeypatch)
 
 
@@ -84,7 +87,7 @@ def test_transposed_experts_stay_as_gpt_oss_has_them(tmp_path: Path) -> None:
     model = check(directory)
     assert_same_weights(model, load(plain, keeps_quantized=False))
     parts = [experts.parts for experts in model.modules() if isinstance(experts, Experts)]
-    assert [[(type(part.up), part.held) for part in of_layer] for of_layer in parts] == [[(Fp4Weight, range(5))]] * 3
+    assert [[(part.up.format, part.held) for part in of_layer] for of_layer in parts] == [[(FP4, range(5))]] * 3
     expected = logits(load(plain, keeps_quantized=False))
     torch.testing.assert_close(logits(load(directory, keeps_quantized=False)), expected, rtol=0, atol=0)
 
@@ -114,7 +117,7 @@ def test_wrong_parts_of_gpt_oss_experts_are_named(name: str, change: Any, messag
 def test_random_experts_of_gpt_oss_are_quantised_alone(tmp_path: Path) -> None:
     directory, _ = save_gpt_oss(tmp_path)
     model = load_model(directory, load_format="dummy", keeps_quantized=True, dtype=torch.float32)
-    assert all(isinstance(part.up, Fp4Weight) for x in model.modules() if isinstance(x, Experts) for part in x.parts)
+    assert all(part.up.format is FP4 for x in model.modules() if isinstance(x, Experts) for part in x.parts)
     assert not any(module.is_kept for module in model.modules() if isinstance(module, Projection))
     assert logits(model).isfinite().all()
 
@@ -133,7 +136,7 @@ def test_ranks_compute_what_one_does_with_experts_in_two_formats(tmp_path: Path)
 
 def test_head_stays(tmp_path: Path) -> None:
     model = check(save("qwen3_5", tmp_path, is_converted=lambda name, _: name == "lm_head.weight"))
-    assert isinstance(model.decoder.head.weight, Fp4Weight)
+    assert model.decoder.head.weight.format is FP4
 
 
 def test_fused_weights_keep_the_factor_of_each_matrix(tmp_path: Path) -> None:
@@ -146,7 +149,8 @@ def test_fused_weights_keep_the_factor_of_each_matrix(tmp_path: Path) -> None:
 
     source = fp8.change_tensors(families.save("qwen3_5", tmp_path, **SIZES), scale)
     model = check(microscaled.convert(source, tmp_path, "modelopt")[0])
-    factors = [m.weight.factors for m in model.modules() if isinstance(m, Projection) and type(m.weight) is Fp4Weight]
+    weights = [module.weight for module in model.modules() if isinstance(module, Projection)]
+    factors = [weight.factors for weight in weights if isinstance(weight, CodedWeight)]
     assert max(float(x.max() / x.min()) for x in factors) > 100
 
 
@@ -167,7 +171,7 @@ def test_weights_in_fp4_and_in_fp8_stay_side_by_side(tmp_path: Path) -> None:
     assert any(
         isinstance(m, Projection) and isinstance(m.weight, ScaledWeight | StackedWeight) for m in model.modules()
     )
-    assert all(type(experts.parts[0].up) is Fp4Weight for experts in model.modules() if isinstance(experts, Experts))
+    assert all(experts.parts[0].up.format is FP4 for experts in model.modules() if isinstance(experts, Experts))
 
 
 def test_scales_tell_mxfp8_and_fp8_apart(tmp_path: Path) -> None:
@@ -188,7 +192,7 @@ def test_scales_tell_mxfp8_and_fp8_apart(tmp_path: Path) -> None:
     model = load(fp8.change_tensors(directory, quantize_others), keeps_quantized=True)
     plain = fp8.change_tensors(plain, lambda tensors: tensors.update(others))
     assert_same_weights(model, load(plain, keeps_quantized=False))
-    assert {type(part.up) for x in model.modules() if isinstance(x, Experts) for part in x.parts} == {Mxfp8Weight}
+    assert {part.up.format for x in model.modules() if isinstance(x, Experts) for part in x.parts} == {MXFP8}
     assert any(type(m.weight) is ScaledWeight for m in model.modules() if isinstance(m, Projection))
 
 
@@ -211,17 +215,17 @@ def test_fp4_and_integers_of_one_packing_stay_side_by_side(tmp_path: Path) -> No
     directory, plain = microscaled.convert(source, tmp_path, "compressed", is_converted=is_expert, config=config)
     model = check(fp8.change_tensors(directory, quantize_others))
     assert_same_weights(model, load(fp8.change_tensors(plain, lambda t: t.update(others)), keeps_quantized=False))
-    assert {type(part.up) for x in model.modules() if isinstance(x, Experts) for part in x.parts} == {Fp4Weight}
+    assert {part.up.format for x in model.modules() if isinstance(x, Experts) for part in x.parts} == {FP4}
 
 
-def formats_of(model: Any) -> dict[str, set[type]]:
+def formats_of(model: Any) -> dict[str, set[Format]]:
     """Return the formats of experts, of attention's first projections and of the head."""
     attention = [layer.mixer for layer in model.decoder.layers if isinstance(layer.mixer, Attention)]
     return {
-        "experts": {type(part.up) for x in model.modules() if isinstance(x, Experts) for part in x.parts},
-        "attention": {type(mixer.in_proj.weight) for mixer in attention},
-        "output": {type(mixer.out_proj.weight) for mixer in attention},
-        "head": {type(model.decoder.head.weight)},
+        "experts": {part.up.format for x in model.modules() if isinstance(x, Experts) for part in x.parts},
+        "attention": {mixer.in_proj.weight.format for mixer in attention},
+        "output": {mixer.out_proj.weight.format for mixer in attention},
+        "head": {model.decoder.head.weight.format},
     }
 
 
@@ -250,29 +254,29 @@ GROUPS = {
     [
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED_LAYERS},
-            DenseWeight,
-            Fp4Weight,
+            DENSE,
+            FP4,
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": ["lm_head"]},
-            ScaledWeight,
-            DenseWeight,
+            FP8,
+            DENSE,
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": ["re:.*o_proj"]},
-            DenseWeight,
-            DenseWeight,
+            DENSE,
+            DENSE,
         ),
     ],
     ids=["modelopt", "compressed", "compressed-ignored"],
 )
 def test_random_weights_have_the_formats_of_a_mixed_recipe(
-    config: dict[str, Any], output: type, head: type, tmp_path: Path
+    config: dict[str, Any], output: Format, head: Format, tmp_path: Path
 ) -> None:
     directory = families.save("qwen3_5_moe", tmp_path, **SIZES)
     fp8.change_json(directory / "config.json", quantization_config=config)
     options = {"config": read_model_config(directory), "load_format": "dummy"}
     model = load(Path("nowhere"), keeps_quantized=True, **options)
-    expected = {"experts": {Fp4Weight}, "attention": {ScaledWeight}, "output": {output}, "head": {head}}
+    expected = {"experts": {FP4}, "attention": {FP8}, "output": {output}, "head": {head}}
     assert formats_of(model) == expected
     assert bool(logits(model).isfinite().all())

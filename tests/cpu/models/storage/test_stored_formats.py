@@ -13,7 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.kernels.gemm.weights import FourBitWeight, Fp4Weight, Mxfp8Weight, ScaledWeight
+from strandline.kernels.gemm.formats import format as kernel_format
+from strandline.kernels.gemm.formats.four_bit import FOUR_BIT
+from strandline.kernels.gemm.formats.fp4 import FP4
+from strandline.kernels.gemm.formats.fp8 import FP8
+from strandline.kernels.gemm.formats.mxfp8 import MXFP8
 from strandline.model_config import read_model_config
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
@@ -48,12 +52,12 @@ class Format(NamedTuple):
 
     convert: Callable[..., tuple[Path, Path]]
     """Writes a saved model in this format, and what it stands for; returns both directories."""
-    weight: type
+    stored: kernel_format.Format
     tolerance: float = TOLERANCE
 
 
 def in_fp8(config: dict[str, Any], block: Any, **options: Any) -> Format:
-    return Format(partial(fp8.convert, config=config, block=block, **options), ScaledWeight, TOLERANCE_FP8)
+    return Format(partial(fp8.convert, config=config, block=block, **options), FP8, TOLERANCE_FP8)
 
 
 FORMATS = {
@@ -65,10 +69,10 @@ FORMATS = {
     "fp8 modelopt": in_fp8(
         modelopt_config("FP8"), whole, suffix="_scale", shape_scale=lambda scale: scale.reshape(scale.shape[:-2])
     ),
-    **{name: Format(partial(four_bit.convert, scheme=KEPT[name]), FourBitWeight) for name in ("compressed", "gptq")},
+    **{name: Format(partial(four_bit.convert, scheme=KEPT[name]), FOUR_BIT) for name in ("compressed", "gptq")},
     **{
         way if "mxfp8" in way else f"fp4 {way}": Format(
-            partial(microscaled.convert, way=way), Mxfp8Weight if "mxfp8" in way else Fp4Weight
+            partial(microscaled.convert, way=way), MXFP8 if "mxfp8" in way else FP4
         )
         for way in microscaled.WAYS
     },
@@ -131,7 +135,7 @@ def weights_of_experts(model: Any) -> list[Any]:
 @pytest.mark.parametrize(("name", "format"), CASES)
 def test_weights_stay_as_published(name: str, format: str, tmp_path: Path) -> None:
     directory, plain = save(name, format, tmp_path)
-    model, weight = check(directory, FORMATS[format].tolerance), FORMATS[format].weight
+    model = check(directory, FORMATS[format].tolerance)
     assert_same_weights(model, load(plain, keeps_quantized=False))
     # Latent attention multiplies with parts of these, head by head.
     published = load_file(directory / "model.safetensors")
@@ -141,7 +145,7 @@ def test_weights_stay_as_published(name: str, format: str, tmp_path: Path) -> No
     assert len(report.kept) == report.num_quantized - num_dequantized > 0
     assert any(isinstance(module, Projection) and module.is_kept for module in model.modules())
     if format != "gptq" or name not in IN_ONE_TENSOR:
-        assert {type(up) for up in weights_of_experts(model)} <= {weight}
+        assert {up.format for up in weights_of_experts(model)} <= {FORMATS[format].stored}
 
 
 @pytest.mark.parametrize(
@@ -172,10 +176,10 @@ def test_ranks_read_only_their_part(name: str, format: str, tmp_path: Path, monk
 @pytest.mark.parametrize("format", [*MAIN, "gptq", "fp4 mxfp4", "mxfp8"])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_random_weights_stay_quantised(name: str, format: str, tmp_path: Path) -> None:
-    config, weight = read_model_config(save(name, format, tmp_path)[0]), FORMATS[format].weight
+    config, stored = read_model_config(save(name, format, tmp_path)[0]), FORMATS[format].stored
     model = load(Path("nowhere"), keeps_quantized=True, config=config, load_format="dummy")
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    assert {type(up) for up in weights_of_experts(model)} == ({weight} if name == "qwen3_5_moe" else set())
+    assert {up.format for up in weights_of_experts(model)} == ({stored} if name == "qwen3_5_moe" else set())
     spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
     assert 0.5 < float(spread) < 1.5
     assert bool(logits(model).isfinite().all())

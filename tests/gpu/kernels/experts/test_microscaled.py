@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strandline.kernels.experts.moe import Activation
-from strandline.kernels.gemm.formats.launches import DENSE, FP4, MXFP8
+from strandline.kernels.gemm.formats import dense, fp4, mxfp8
 from tests.cpu.kernels.experts.test_microscaled import (
     ACTIVATIONS,
     FORMATS,
@@ -16,7 +16,7 @@ from tests.cpu.kernels.experts.test_microscaled import (
     check_many,
 )
 
-LAUNCHES = {"nvfp4": FP4, "mxfp4": FP4, "mxfp8": MXFP8}
+LAUNCHES = {"nvfp4": fp4.LAUNCHES, "mxfp4": fp4.LAUNCHES, "mxfp8": mxfp8.LAUNCHES}
 SHAPES = [(16, 8, 2048, 512, 512), (8, 6, 2688, 1856, 3712), (4, 2, 1000, 160, 48)]
 
 
@@ -32,7 +32,9 @@ def test_experts_of_few_tokens(
     check_few(Case(num_tokens, shape, dtype, "cuda", activation, name), LAUNCHES[name].few_experts[num_tokens > 1])
 
 
-@pytest.mark.parametrize("pair", [FP4.experts.decode, FP4.experts.middle, MXFP8.experts.decode])
+@pytest.mark.parametrize(
+    "pair", [fp4.LAUNCHES.experts.decode, fp4.LAUNCHES.experts.middle, mxfp8.LAUNCHES.experts.decode]
+)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -46,5 +48,5 @@ def test_experts_of_many_tokens(shape: Any, activation: Activation, name: str, p
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_whose_weights_are_dequantised_first(shape: Any, activation: Activation, name: str) -> None:
     torch.manual_seed(0)
-    tiles = DENSE.experts.prefill if activation.is_gated else DENSE.experts.prefill_ungated
+    tiles = dense.LAUNCHES.experts.prefill if activation.is_gated else dense.LAUNCHES.experts.prefill_ungated
     check_dequantized(Case(300, shape, torch.bfloat16, "cuda", activation, name), tiles)

@@ -7,7 +7,8 @@ from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.moe import ExpertWeights, Router, SharedOutput
 from strandline.kernels.experts.moe_triton import mixture
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.gemm.formats.launches import DENSE, few_pair
+from strandline.kernels.gemm.formats.dense import DENSE
+from strandline.kernels.gemm.formats.launches import few_pair
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Pair
 from strandline.kernels.operation import Launches
@@ -33,13 +34,13 @@ def test_experts_equal_a_loop_in_float64(
     num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
 ) -> None:
     arguments = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cuda")
-    check_experts(arguments, DENSE.experts.float32)
+    check_experts(arguments, DENSE.launches.experts.float32)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 65, 1000, 5000])
 @pytest.mark.parametrize(
     "tiles",
-    [DENSE.experts.decode, DENSE.experts.middle, DENSE.experts.prefill],
+    [DENSE.launches.experts.decode, DENSE.launches.experts.middle, DENSE.launches.experts.prefill],
     ids=["decode", "middle", "prefill"],
 )
 def test_experts_equal_a_float64_loop_at_model_shape(num_tokens: int, tiles: Pair) -> None:

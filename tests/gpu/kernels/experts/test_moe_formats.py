@@ -8,7 +8,9 @@ import torch
 
 from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.kernels.experts.moe_triton import mixture
-from strandline.kernels.gemm.formats.launches import FOUR_BIT, FP8, ExpertLaunches
+from strandline.kernels.gemm.formats.four_bit import FOUR_BIT
+from strandline.kernels.gemm.formats.fp8 import FP8
+from strandline.kernels.gemm.formats.launches import ExpertLaunches
 from strandline.kernels.operation import Launches
 from tests.cpu.kernels.experts.test_moe_formats import (
     FORMATS,
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
-LAUNCHES: dict[str, ExpertLaunches] = {"fp8": FP8.experts, "4 bits": FOUR_BIT.experts}
+LAUNCHES: dict[str, ExpertLaunches] = {"fp8": FP8.launches.experts, "4 bits": FOUR_BIT.launches.experts}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.kernels.gemm import fp8, gemms_triton, launches, library_triton
-from strandline.kernels.gemm.formats.launches import DENSE as DENSE_LAUNCHES
-from strandline.kernels.gemm.formats.launches import FOUR_BIT, Tiles, rows_launch
-from strandline.kernels.gemm.formats.launches import FP8 as FP8_LAUNCHES
+from strandline.kernels.gemm.formats import dense, four_bit
+from strandline.kernels.gemm.formats import fp8 as fp8_format
+from strandline.kernels.gemm.formats.launches import Tiles, rows_launch
 from strandline.kernels.gemm.launches import Kernel, Plan
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch
@@ -88,14 +88,14 @@ def test_float16_rows_are_near_float64s(num_rows: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("tile", tiles_of(FP8_LAUNCHES.linear.tiles), ids=str)
+@pytest.mark.parametrize("tile", tiles_of(fp8_format.LAUNCHES.linear.tiles), ids=str)
 def test_tiles_in_fp8_are_near_float64s(tile: Launch, splits: int) -> None:
     check_plan(FP8["fp8"], Plan(Kernel.TILES, tile._replace(splits=splits)), 200, 1024, 384, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("tile", [*tiles_of(FOUR_BIT.linear.tiles), Launch(16, 64, 128, 2, 3)], ids=str)
+@pytest.mark.parametrize("tile", [*tiles_of(four_bit.LAUNCHES.linear.tiles), Launch(16, 64, 128, 2, 3)], ids=str)
 def test_tiles_of_codes_are_near_float64s(tile: Launch, splits: int, case: Case) -> None:
     check_plan(case, Plan(Kernel.TILES, tile._replace(splits=splits)), 200, 1032, 392, torch.bfloat16, "cuda")
 
@@ -162,7 +162,7 @@ def test_fixed_launches_multiply_each_row_alone(case: Case, shape: tuple[int, in
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_fixed_tile_of_dense_weights_gives_the_same_bits(shape: tuple[int, int]) -> None:
     num_inputs, num_outputs = shape
-    case, tiles = DENSE["dense"], tiles_of(DENSE_LAUNCHES.linear_fixed)
+    case, tiles = DENSE["dense"], tiles_of(dense.LAUNCHES.linear_fixed)
     weight = case.weight(num_outputs, num_inputs, dtype=torch.bfloat16, device="cuda")
     x = case.make_x(300, num_inputs, torch.bfloat16, "cuda")
     results = []
@@ -227,7 +227,7 @@ def test_products_in_fp8_are_as_close_to_float64_as_torchs(
     most = FP8_WORSE * error(theirs, expected)
     for chosen in Launches:
         assert error(gemms_triton.linear(x, weight, launches=chosen), expected) <= most, chosen
-    tile = FP8_LAUNCHES.linear.tiles.choose(num_rows, num_outputs, dtype)
+    tile = fp8_format.LAUNCHES.linear.tiles.choose(num_rows, num_outputs, dtype)
     gemms_triton.launch_tiles(theirs, x, weight, None, tile)
     assert error(theirs, expected) <= most, tile
 

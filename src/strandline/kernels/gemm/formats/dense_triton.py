@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from strandline.kernels.gemm.formats.operand_triton import DeviceFunctions, RowFunctions
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.rowwise.norm_triton import normed_inputs
 
@@ -198,3 +199,14 @@ def multiply_rows(
 def add_rows(products_MNK):
     """Return the sums of products, ``[M, N]``."""
     return tl.sum(products_MNK, axis=2)
+
+
+FUNCTIONS = DeviceFunctions(
+    tile,
+    RowFunctions(load_rows, multiply_rows, add_rows),
+    data,
+    layout,
+    min_block_k=1,
+    min_rows=1,
+    can_extend=can_extend,
+)

@@ -18,18 +18,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from strandline.kernels.gemm import weights
-from strandline.kernels.gemm.weights import FourBitWeight
+from strandline.kernels.gemm.formats import coded, four_bit
+from strandline.kernels.gemm.formats.launches import MANY
+from strandline.kernels.gemm.formats.operand_triton import DeviceFunctions, RowFunctions
+from strandline.kernels.gemm.weights import CodedWeight
 
-BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
-BLOCK_WORDS = tl.constexpr(weights.BLOCK_WORDS)
-ZERO = tl.constexpr(weights.SYMMETRIC_ZERO)
+BLOCK_INPUTS = tl.constexpr(coded.BLOCK_INPUTS)
+BLOCK_WORDS = tl.constexpr(four_bit.BLOCK_WORDS)
+ZERO = tl.constexpr(four_bit.SYMMETRIC_ZERO)
 
-PLANE_INPUTS = tl.constexpr(2 * weights.BLOCK_WORDS)
+PLANE_INPUTS = tl.constexpr(2 * four_bit.BLOCK_WORDS)
 """Codes at one position of both halves of a block's numbers."""
 
 PIECE_WORDS = tl.constexpr(4)
-PIECE_INPUTS = tl.constexpr(4 * weights.CODES_PER_WORD)
+PIECE_INPUTS = tl.constexpr(4 * four_bit.CODES_PER_WORD)
 
 LARGEST_EXPONENT = tl.constexpr(127)
 """Exponent of the largest power of two in bfloat16."""
@@ -52,12 +54,12 @@ class FourBitLayout(NamedTuple):
         return block_n
 
 
-def data(weight: FourBitWeight) -> tuple:
+def data(weight: CodedWeight) -> tuple:
     """Return words, which are contiguous, and how many a row has, scales, zeros, their strides, and ``MAGIC``."""
     return weight.words, weight.words.shape[-1], weight.scales, weight.zeros, *weight.scales.stride()[-2:], MAGIC
 
 
-def layout(weight: FourBitWeight) -> FourBitLayout:
+def layout(weight: CodedWeight) -> FourBitLayout:
     return FourBitLayout(weight.group)
 
 
@@ -355,3 +357,14 @@ def multiply_rows(
 def add_rows(sums_JMN):
     """Return the sums of pieces' sums, ``[M, N]``."""
     return tl.sum(sums_JMN, axis=0)
+
+
+FUNCTIONS = DeviceFunctions(
+    tile,
+    RowFunctions(load_rows, multiply_rows, add_rows),
+    data,
+    layout,
+    min_block_k=BLOCK_INPUTS.value,
+    min_rows=MANY,
+    dequantize=dequantize,
+)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from strandline.kernels.gemm.formats.operand_triton import DeviceFunctions, RowFunctions
 from strandline.kernels.gemm.weights import ScaledWeight
 from strandline.kernels.rowwise import quantized_rows
 from strandline.kernels.rowwise.quantizing_triton import MAX_E4M3, MIN_SCALE
@@ -310,3 +311,14 @@ def _read_row_parts(x_JRM_ptr, is_row_1M, col_JR, K, SIZE: tl.constexpr):
     is_KP = (col_JR[:, :, None] + offset_P[None, None, :] < K)[:, :, None, :]
     x_JRMP_ptr = x_JRM_ptr[:, :, :, None] + offset_P[None, None, None, :]
     return tl.load(x_JRMP_ptr, mask=is_row_1M[:, :, :, None] & is_KP, other=0.0).to(tl.float32)
+
+
+FUNCTIONS = DeviceFunctions(
+    tile,
+    RowFunctions(load_rows, multiply_rows, add_rows),
+    data,
+    layout,
+    min_block_k=GROUP.value,
+    min_rows=MIN_ROWS_HOPPER.value,
+    can_extend=can_extend,
+)

@@ -1,6 +1,6 @@
 """Weights in microscaling formats in kernels: numbers in e2m1 (NVFP4, MXFP4) or e4m3 (MXFP8).
 
-Bits of two codes of a word are moved to where two bfloat16 numbers have them (``weights.CODE_BITS``). All bits of a
+Bits of two codes of a word are moved to where two bfloat16 numbers have them (``fp4.CODE_BITS``). All bits of a
 code but the sign are those of a number whose exponent is too small, denormal ones included (``CODE_EXPONENTS``). The
 exponent is corrected by scales (tiles) and inputs (few rows), all by powers of two: every operand is exact.
 
@@ -20,11 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
-from strandline.kernels.gemm import weights
+from strandline.kernels.gemm.formats import coded
 from strandline.kernels.gemm.formats.four_bit_triton import join_halves
-from strandline.kernels.gemm.weights import Fp4Weight, Mxfp8Weight
+from strandline.kernels.gemm.formats.launches import MANY
+from strandline.kernels.gemm.formats.operand_triton import DeviceFunctions, RowFunctions
+from strandline.kernels.gemm.weights import CodedWeight
 
-BLOCK_INPUTS = tl.constexpr(weights.BLOCK_INPUTS)
+BLOCK_INPUTS = tl.constexpr(coded.BLOCK_INPUTS)
 
 PLANE_INPUTS = tl.constexpr(8)
 """Inputs of a piece in a plane."""
@@ -40,6 +42,9 @@ MAGNITUDES = tl.constexpr(0x07F007F0)
 
 CODE_EXPONENTS = {4: 126, 8: 120}
 """Codes of this many bits, as bits of a number, stand for ``2 ** -126`` or ``2 ** -120`` times their number."""
+
+RUNS = {4: 8, 8: 32}
+"""Inputs of a run of codes of this many bits."""
 
 SCALE_EXPONENT = tl.constexpr(118)
 """In tiles, scales are multiplied with this power of two, and results with what is missing. Scales of up to 512 are
@@ -69,19 +74,18 @@ class MicroscaledLayout(NamedTuple):
         return block_n
 
 
-def data(weight: Fp4Weight | Mxfp8Weight) -> tuple:
+def data(weight: CodedWeight) -> tuple:
     """Return words and how many a row has, the scales of a span as one number, and factors, if there are any."""
-    factors = weight.factors if isinstance(weight, Fp4Weight) else None
     scales = weight.scales if _scales_per_span(weight) == 1 else weight.scales.view(torch.int16)
-    return weight.words, weight.words.shape[-1], scales, factors
+    return weight.words, weight.words.shape[-1], scales, weight.factors
 
 
-def _scales_per_span(weight: Fp4Weight | Mxfp8Weight) -> int:
-    return 1 if isinstance(weight, Fp4Weight) and weight.scales.dtype == torch.uint8 else 2
+def _scales_per_span(weight: CodedWeight) -> int:
+    return 1 if weight.format.bits == 4 and weight.scales.dtype == torch.uint8 else 2
 
 
-def layout(weight: Fp4Weight | Mxfp8Weight) -> MicroscaledLayout:
-    bits, run = (4, 8) if isinstance(weight, Fp4Weight) else (8, 32)
+def layout(weight: CodedWeight) -> MicroscaledLayout:
+    bits, run = weight.format.bits, RUNS[weight.format.bits]
     has_exponents = weight.scales.dtype == torch.uint8
     return MicroscaledLayout(32 // bits, run, CODE_EXPONENTS[bits], has_exponents, _scales_per_span(weight))
 
@@ -402,3 +406,14 @@ def multiply_rows(
 def add_rows(sums_JMN):
     """Return the sums of pieces' sums, ``[M, N]``."""
     return tl.sum(sums_JMN, axis=0)
+
+
+FUNCTIONS = DeviceFunctions(
+    tile,
+    RowFunctions(load_rows, multiply_rows, add_rows),
+    data,
+    layout,
+    min_block_k=BLOCK_INPUTS.value,
+    min_rows=MANY,
+    dequantize=dequantize,
+)

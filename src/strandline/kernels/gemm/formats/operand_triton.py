@@ -2,7 +2,8 @@
 
 A kernel is a skeleton for one shape of work (few rows, many rows, experts). It takes a weight of any format as two
 arguments: a tuple of tensors and strides, and a ``tl.constexpr`` NamedTuple of numbers that are compiled in. It takes
-the format's device function as a ``tl.constexpr``, too. A format is a module here, and a row of ``FORMATS``.
+the format's device function as a ``tl.constexpr``, too. Each format names its module of device functions, which ends
+with ``FUNCTIONS``.
 
 ``tile`` multiplies many rows on tensor cores::
 
@@ -28,32 +29,24 @@ one: weights are older than any launch of a step. Products of several chunks of 
 by ``add``; their shape is the format's. Dense weights may multiply rows before their norm: ``norm`` is a norm's
 argument and the inverse root of each row's mean square, ``NORM`` its constants (``norm_triton.py``).
 
-``dequantize``, of formats whose ``words`` hold codes (``weights.py``), returns the numbers that a block of inputs of
+``dequantize``, of formats of codes (``coded.py``), returns the numbers that a block of inputs of
 rows ``read_N`` stands for, in float32, so that a library can multiply with them::
 
     dequantize(weight, read_N, block, LAYOUT) -> number_NK
 """
 # mypy: ignore-errors
 
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from strandline.kernels.gemm.formats import dense_triton, four_bit_triton, fp8_triton, microscaled_triton
-from strandline.kernels.gemm.weights import (
-    BLOCK_INPUTS,
-    DenseWeight,
-    FourBitWeight,
-    Fp4Weight,
-    Mxfp8Weight,
-    ScaledWeight,
-    Weight,
-)
-from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows
+from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight
+from strandline.kernels.rowwise.quantized_rows import QuantizedRows, Rows
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -71,23 +64,21 @@ class RowFunctions(NamedTuple):
         return "-".join(function.cache_key for function in self)
 
 
-class Format(NamedTuple):
+class DeviceFunctions(NamedTuple):
     """What kernels need of a format."""
 
     tile: JITFunction
     rows: RowFunctions
-    min_block_k: int
-    """Fewest inputs that ``rows`` may take at a time."""
-    min_rows: int
-    """Fewest rows of x that tensor cores take as rows in ``tile``: in smaller tiles outputs take their place."""
     data: Callable[..., tuple]
     """Returns a weight's tensors and strides."""
     layout: Callable[..., NamedTuple]
     """Returns the numbers that are compiled in."""
+    min_block_k: int
+    """Fewest inputs that ``rows`` may take at a time."""
+    min_rows: int
+    """Fewest rows of x that tensor cores take as rows in ``tile``: in smaller tiles outputs take their place."""
     dequantize: JITFunction | None = None
     """Returns numbers; None: of formats without codes."""
-    multiplies_fp8: bool = False
-    """Whether ``tile`` takes rows of x in FP8."""
     can_extend: Callable[..., bool] = lambda _weight, _extra: False
     """Returns whether ``data`` takes a certain matrix as one more of several."""
 
@@ -95,47 +86,33 @@ class Format(NamedTuple):
 class Operand(NamedTuple):
     """A weight as arguments of kernels."""
 
-    format: Format
+    functions: DeviceFunctions
     data: tuple[Any, ...]
     """A runtime argument."""
     layout: NamedTuple
     """A ``tl.constexpr`` argument."""
 
 
-def _format(module: ModuleType, min_block_k: int, min_rows: int) -> Format:
-    rows = RowFunctions(module.load_rows, module.multiply_rows, module.add_rows)
-    return Format(module.tile, rows, min_block_k, min_rows, module.data, module.layout)
+@cache
+def device_functions(module: str) -> DeviceFunctions:
+    """Return the device functions of a format, by the name of their module."""
+    return import_module(f"strandline.kernels.gemm.formats.{module}").FUNCTIONS
 
 
-def _coded_format(module: ModuleType) -> Format:
-    return _format(module, BLOCK_INPUTS, 1 << 30)._replace(dequantize=module.dequantize)
-
-
-FORMATS: Mapping[type, Format] = {
-    DenseWeight: _format(dense_triton, 1, 1)._replace(can_extend=dense_triton.can_extend),
-    ScaledWeight: _format(fp8_triton, GROUP, fp8_triton.MIN_ROWS_HOPPER.value)._replace(
-        multiplies_fp8=True, can_extend=fp8_triton.can_extend
-    ),
-    FourBitWeight: _coded_format(four_bit_triton),
-    Fp4Weight: _coded_format(microscaled_triton),
-    Mxfp8Weight: _coded_format(microscaled_triton),
-}
-
-
-def operand(weight: Weight, extra: Weight | None = None) -> Operand:
+def operand(weight: DenseWeight | QuantizedWeight, extra: DenseWeight | QuantizedWeight | None = None) -> Operand:
     """Return a matrix, or several of one shape, as arguments of kernels.
 
     Args:
         extra: one more matrix; only where ``can_extend`` says so.
     """
-    weight_format = FORMATS[type(weight)]
-    data = weight_format.data(weight) if extra is None else weight_format.data(weight, extra)
-    return Operand(weight_format, data, weight_format.layout(weight))
+    functions = device_functions(weight.format.functions)
+    data = functions.data(weight) if extra is None else functions.data(weight, extra)
+    return Operand(functions, data, functions.layout(weight))
 
 
-def can_extend(weight: Weight, extra: Weight) -> bool:
+def can_extend(weight: DenseWeight | QuantizedWeight, extra: object) -> bool:
     """Return whether kernels can take ``extra`` as one more of several matrices."""
-    return FORMATS[type(weight)].can_extend(weight, extra)
+    return device_functions(weight.format.functions).can_extend(weight, extra)
 
 
 def rows_operand(rows: Rows) -> tuple[Any, ...]:

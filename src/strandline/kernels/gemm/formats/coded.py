@@ -1,0 +1,58 @@
+"""Formats whose weights are codes of a few bits, with scales of groups of inputs.
+
+A row of a weight consists of blocks of ``BLOCK_INPUTS`` inputs, the last one padded. Each format orders the codes of a
+block as its device functions unpack them fast. Activations are not quantised.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strandline.kernels.gemm.formats.format import Format
+from strandline.kernels.gemm.formats.launches import MANY, Tiles
+from strandline.kernels.launch import Launch
+
+BLOCK_INPUTS: Final = 128
+"""Inputs whose codes lie together: in 64 bytes in 4 bits, in 128 in MXFP8. Rows are padded to a multiple."""
+
+E8M0_BIAS: Final = 127
+"""A byte ``s`` is the scale ``2 ** (s - 127)`` in MXFP4 and MXFP8."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class CodedFormat(Format):
+    """A format of codes: ``(number - zero) * scale * factor``."""
+
+    bits: int
+    """Of a code."""
+    pack: Callable[[Tensor], Tensor]
+    """Returns uint8 codes ``[..., O, I]`` as int32 words ``[..., O, W]``, padded with zeros."""
+    unpack: Callable[[Tensor], Tensor]
+    """Returns the codes of words, with those that pad the last block."""
+    numbers: Callable[[Tensor], Tensor]
+    """Returns the float32 numbers that codes stand for."""
+    zero: int = 0
+    """Zero point of weights without zero points of their own."""
+
+
+def padded(codes: Tensor) -> Tensor:
+    """Return codes with zeros up to the end of the last block."""
+    return F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
+
+
+def scale_numbers(scales: Tensor) -> Tensor:
+    """Return scales in float32; bytes are exponents (``E8M0_BIAS``)."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - E8M0_BIAS)
+
+
+CODED_MANY: Final = Launch(64, 128, BLOCK_INPUTS, 8, 3)
+CODED_MIDDLE: Final = Launch(32, 128, BLOCK_INPUTS, 4, 3)
+CODED_FLOAT32: Final = Launch(32, 64, BLOCK_INPUTS, 4, 2)
+CODED_FIXED: Final = Tiles({MANY: CODED_MANY}, {MANY: CODED_MANY}, CODED_FLOAT32)
+"""Launches of all formats with codes."""
