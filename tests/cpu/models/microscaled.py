@@ -167,12 +167,13 @@ def convert(
     way: str,
     is_converted: Callable[[str, Tensor], bool] = is_projection,
     config: dict[str, Any] | None = None,
+    multiple: int | None = None,
 ) -> tuple[Path, Path]:
     """Write a saved model in one of these formats, and what it stands for in float32; return both directories."""
     write, written_config = (WAYS | OWN_WAYS)[way]
     quantized, plain = directory / "quantized", directory / "plain"
     tensors, expected, published = load_file(source / "model.safetensors"), dict[str, Tensor](), dict[str, Tensor]()
-    multiple = 32 if "mxfp" in way else 16
+    multiple = multiple or (32 if "mxfp" in way else 16)
     for name, tensor in tensors.items():
         if is_converted(name, tensor) and tensor.shape[-1] % multiple == 0:
             expected[name] = write(name, tensor, published)

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from strandline.kernels.rowwise.quantized_rows import GROUP
-from strandline.models.storage import four_bit as four_bit_reader
-from strandline.models.storage import four_bit_storage, stored_rows
+from strandline.models.storage import coded_storage, codes, stored_rows
 from strandline.models.storage import fp8 as fp8_reader
 from strandline.models.storage.weights_files import WeightsFile
 from strandline.models.weights import load_model
@@ -94,7 +93,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
         return mapped.clone()
 
     monkeypatch.setattr(WeightsFile, "get", get_copy)
-    for module in (fp8_reader, four_bit_reader, four_bit_storage, stored_rows):
+    for module in (fp8_reader, codes, coded_storage, stored_rows):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", CHUNK_ELEMENTS)
     return LiveBytes()
 

@@ -2,9 +2,9 @@
 
 A program walks through its expert's choices, so that the expert's weights are read about once. Weights in FP8 are
 multiplied with tokens in FP8, quantised before; a tile of the first product has the features of one group then, and is
-quantised before it is stored. Weights in 4 bits and MXFP8 are unpacked in registers, in every tile again. In FP4 and
-MXFP8, where experts have hundreds of tokens, their numbers are written to memory first and multiplied as dense ones,
-some experts at a time.
+quantised before it is stored. Weights in codes are unpacked in registers, in every tile again. In some formats
+(``min_dequantized``), where experts have hundreds of tokens, their numbers are written to memory first and multiplied
+as dense ones, some experts at a time.
 
 A shared expert of the others' size and format may be computed in the same launches, as one more expert, whose choices
 are all tokens and come after the others' choices.

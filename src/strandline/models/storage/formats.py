@@ -8,14 +8,14 @@ import torch
 from strandline.errors import WeightsError
 from strandline.model_config import ModelConfig
 from strandline.models.layers.targets import Target
-from strandline.models.storage.four_bit_storage import FourBitFormat
+from strandline.models.storage.four_bit import FourBitFormat
 from strandline.models.storage.fp8_storage import Fp8Format
-from strandline.models.storage.microscaled_storage import MicroscaledFormat
+from strandline.models.storage.layouts import Layout
+from strandline.models.storage.microscaled import MicroscaledFormat
 from strandline.models.storage.published import Holders, PublishedWeight
 from strandline.models.storage.quantization_config import (
     FourBitScheme,
     Fp8Scheme,
-    MicroscaledScheme,
     Scheme,
     read_schemes,
 )
@@ -81,7 +81,7 @@ def _format(scheme: Scheme) -> WeightFormat:
             return Fp8Format(scheme)
         case FourBitScheme():
             return FourBitFormat(scheme)
-        case MicroscaledScheme():
+        case Layout():
             return MicroscaledFormat(scheme)
 
 

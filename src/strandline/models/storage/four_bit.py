@@ -28,8 +28,11 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
+from strandline.kernels.gemm.formats.four_bit import FOUR_BIT, GROUPS_FOUR_BIT, SYMMETRIC_ZERO
 from strandline.models.layers.targets import Index, Target
-from strandline.models.storage.fp8 import CHUNK_ELEMENTS
+from strandline.models.storage.coded_storage import StoredCodes
+from strandline.models.storage.codes import Codes
 from strandline.models.storage.published import Holders, check_published_shape
 from strandline.models.storage.quantization_config import FourBitScheme, Packing
 from strandline.models.storage.scales import check_scale
@@ -44,7 +47,8 @@ PACKED_DTYPE: Final = "I32"
 FP4_DTYPE: Final = "U8"
 """The dtype of codes in FP4, which have names of the same kind in compressed-tensors."""
 
-SYMMETRIC_ZERO: Final = 8
+SCALE_DTYPES: Final = {"F16": torch.float16, "BF16": torch.bfloat16}
+"""Scales of several dtypes, or of others, are stored in float32."""
 
 AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which four bits of an int32 of AWQ, counted from the lowest, each of eight columns is."""
@@ -65,28 +69,49 @@ PackedNames = Mapping[str, str]
 """The published names of what a weight consists of, by the keys of ``SUFFIXES``."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FourBitMatrix:
-    """A matrix in 4 bits, or a part of one, unpacked; all on one device."""
+def _is_supported(size: int | None) -> bool:
+    return size is None or size in GROUPS_FOUR_BIT or size % BLOCK_INPUTS == 0
 
-    code_NK: Tensor
-    """uint8."""
-    scale_NX: Tensor
-    """Finite and positive, in the published dtype."""
-    zero_NX: Tensor
-    """uint8."""
-    group_K: Tensor
-    """int64, the group of each input."""
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights, computed in float32, ``CHUNK_ELEMENTS`` at a time."""
-        out_NK = torch.empty_like(self.code_NK, dtype=dtype)
-        step = max(1, CHUNK_ELEMENTS // max(1, self.code_NK.shape[1]))
-        for start in range(0, len(out_NK), step):
-            rows = slice(start, start + step)
-            shifted_NK = self.code_NK[rows].float().sub_(self.zero_NX[rows][:, self.group_K])
-            out_NK[rows] = shifted_NK.mul_(self.scale_NX[rows].float()[:, self.group_K])
-        return out_NK
+@dataclass(frozen=True, slots=True)
+class FourBitFormat:
+    """See ``WeightFormat``. Groups of a multiple of 128 inputs stay as several of 128 with the same scale."""
+
+    scheme: FourBitScheme
+    kind: ClassVar[str] = FOUR_BIT.name
+    bits: ClassVar[int] = FOUR_BIT.bits
+    has_e4m3: ClassVar[bool] = False
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether kernels multiply with weights of some of these group sizes."""
+        return any(map(_is_supported, self.scheme.group_sizes))
+
+    def find(self, holders: Holders) -> Mapping[str, "PublishedFourBit"]:
+        """See ``WeightFormat``."""
+        return find_four_bit(holders, self.scheme)
+
+    def can_store(self, weight: "PublishedFourBit", target: Target) -> bool:
+        """See ``WeightFormat``."""
+        size = weight.group_size(target.shape)
+        return size is not None and (size == target.shape[-1] or _is_supported(size))
+
+    def stored(self, weights: Mapping[str, "PublishedFourBit"]) -> StoredCodes:
+        """See ``WeightFormat``."""
+        scales = [(weight.names["scales"], weight.holders) for weight in weights.values()]
+        dtypes = {SCALE_DTYPES.get(holders[name].dtype(name), torch.float32) for name, holders in scales}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        return self._stored(dtype, has_zeros=any("zeros" in weight.names for weight in weights.values()))
+
+    def stored_randomly(self, dtype: torch.dtype) -> StoredCodes:
+        """See ``WeightFormat``."""
+        return self._stored(dtype, has_zeros=self.scheme.has_zeros)
+
+    def _stored(self, scale_dtype: torch.dtype, *, has_zeros: bool) -> StoredCodes:
+        """Return the format for all supported group sizes."""
+        sizes = [size for size in self.scheme.group_sizes if _is_supported(size)]
+        group = min(size if size in GROUPS_FOUR_BIT else BLOCK_INPUTS for size in sizes)
+        return StoredCodes(FOUR_BIT, group, scale_dtype, has_zeros, any(size is not None for size in sizes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,16 +119,18 @@ class PackedMatrix:
     """A published matrix in 4 bits, or several in one tensor, whose codes are read part by part."""
 
     scale_NX: Tensor
-    """``[..., N, X]``, as of ``FourBitMatrix``; so are the next two."""
+    """``[..., N, X]``, finite and positive, in the published dtype."""
     zero_NX: Tensor
+    """``[..., N, X]``, uint8."""
     group_K: Tensor
+    """int64, the group of each input."""
     _codes: "_Codes"
 
-    def part(self, index: Index) -> FourBitMatrix:
-        """Read a range of rows and of inputs, of several matrices one after the other; it has all groups."""
+    def part(self, index: Index) -> Codes:
+        """See ``OpenCodes``; it has all groups."""
         *rows, inputs = self._whole(index)
         scale_NX, zero_NX = (tensor[tuple(rows)].flatten(0, -2) for tensor in (self.scale_NX, self.zero_NX))
-        return FourBitMatrix(self._codes.read(rows, inputs), scale_NX, zero_NX, self.group_K[inputs])
+        return Codes(FOUR_BIT, self._codes.read(rows, inputs), scale_NX, self.group_K[inputs], zero_NX)
 
     def read(self, index: Index, dtype: torch.dtype) -> Tensor:
         """See ``OpenWeight``."""

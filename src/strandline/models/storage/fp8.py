@@ -17,8 +17,9 @@ from torch import Tensor
 
 from strandline.errors import WeightsError
 from strandline.models.layers.targets import Index, Target
+from strandline.models.storage.layouts import EXPONENTS
 from strandline.models.storage.published import Holders, check_shape
-from strandline.models.storage.quantization_config import EXPONENT_DTYPES, TENSOR, Block, Fp8Scheme
+from strandline.models.storage.quantization_config import TENSOR, Block, Fp8Scheme
 from strandline.models.storage.scales import check_scale
 from strandline.models.storage.weights_files import WeightsFile
 
@@ -67,7 +68,7 @@ class PublishedFp8:
     @property
     def has_own_scales(self) -> bool:
         """See ``PublishedWeight``: where they are exponents, the weight is in MXFP8."""
-        return self._scale is None or self.holders[self._scale].dtype(self._scale) not in EXPONENT_DTYPES
+        return self._scale is None or self.holders[self._scale].dtype(self._scale) not in EXPONENTS
 
     def check(self, target: Target) -> None:
         """See ``PublishedWeight``."""

@@ -13,6 +13,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
+from strandline.kernels.gemm.formats.fp8 import FP8
 from strandline.kernels.gemm.weights import ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import GROUP, MAX_E4M3, MIN_SCALE
 from strandline.models.layers.targets import Piece, Target
@@ -30,7 +31,7 @@ class Fp8Format:
     """See ``WeightFormat``."""
 
     scheme: Fp8Scheme
-    kind: ClassVar[str] = "FP8"
+    kind: ClassVar[str] = FP8.name
     bits: ClassVar[int] = 8
     has_e4m3: ClassVar[bool] = True
 

@@ -1,41 +1,29 @@
-"""Weights in microscaling formats as files hold them: NVFP4 and MXFP4 (e2m1, two codes to a byte, the earlier input in
-its low bits) and MXFP8 (e4m3).
+"""Weights in microscaling formats (NVFP4, MXFP4, MXFP8) as files hold them (``layouts.py``), and how they stay so.
 
-A weight is ``code * scale * factor``: a scale covers a group of neighbouring inputs of a row, a factor a whole matrix.
-
-| files | codes | scales | factor |
-| --- | --- | --- | --- |
-| ModelOpt, NVFP4 | ``M.weight`` | ``M.weight_scale``, e4m3, of 16 inputs | ``M.weight_scale_2`` |
-| compressed-tensors, NVFP4 | ``M.weight_packed`` | the same | 1 / ``M.weight_global_scale`` |
-| gpt-oss, MXFP4 | ``E_blocks``, groups in a dimension of their own | ``E_scales``, uint8 exponents | 1 |
-| compressed-tensors, MXFP4 | ``M.weight_packed`` | ``M.weight_scale``, uint8 exponents, of 32 inputs | 1 |
-| MXFP8 | ``M.weight``, e4m3 | ``M.weight_scale`` or ``M.weight_scale_inv``, uint8 exponents, of 32 inputs | 1 |
-
+A weight is ``number * scale * factor``: a scale covers a group of neighbouring inputs of a row, a factor the matrix.
 Experts in one tensor have one dimension more, and a factor each. The files decide, tensor by tensor, what is quantised.
-
-Source: the published layouts of ModelOpt (``NVFP4``, ``W4A16_NVFP4``, ``MXFP8``), and ``nvfp4-pack-quantized``,
-``mxfp4-pack-quantized`` and ``mxfp8-quantized`` of compressed-tensors; Open Compute Project, "OCP Microscaling Formats
-(MX) Specification".
+Weights that other ranks share stay as they are if their parts begin and end with groups.
 
 Shape suffixes: N rows, K inputs, X groups of inputs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
 from strandline.kernels.gemm.formats.coded import scale_numbers
-from strandline.kernels.gemm.formats.fp4 import E2M1
-from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.layers.targets import Index, Target
-from strandline.models.storage.fp8 import CHUNK_ELEMENTS, SCALE_SUFFIXES
+from strandline.models.storage.coded_storage import StoredCodes
+from strandline.models.storage.codes import Codes
+from strandline.models.storage.fp8 import CHUNK_ELEMENTS
+from strandline.models.storage.layouts import Layout
 from strandline.models.storage.published import Holders, check_published_shape
-from strandline.models.storage.quantization_config import MicroscaledLayout, MicroscaledScheme
 from strandline.models.storage.scales import check_scale
+from strandline.models.storage.stored_rows import range_of
 from strandline.models.storage.weights_files import WeightsFile
 
 MAX_WEIGHT: Final = 4096.0
@@ -44,38 +32,54 @@ MAX_WEIGHT: Final = 4096.0
 E8M0_NAN: Final = 255
 """The exponent that stands for no number."""
 
-E4M3_NAN: Final = 0x7F
-"""The code that stands for no number, without its sign."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Suffixes:
-    """What follows the name of a module, or of a tensor of experts, in the names of a weight's parts."""
+class MicroscaledFormat:
+    """See ``WeightFormat``."""
 
-    codes: str
-    scales: tuple[str, ...]
-    """One of these."""
-    factor: str | None
-    activations: tuple[str, ...]
+    scheme: Layout
+    can_stay: ClassVar[bool] = True
+
+    @property
+    def kind(self) -> str:
+        """Its name in messages."""
+        return self.scheme.format.name
+
+    @property
+    def bits(self) -> int:
+        """Size of a weight, without scales."""
+        return self.scheme.format.bits
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether GPUs convert scales in e4m3. Kernels shift the bits of numbers in e4m3."""
+        return not self.scheme.has_exponents
+
+    def find(self, holders: Holders) -> Mapping[str, "PublishedMicroscaled"]:
+        """See ``WeightFormat``."""
+        return find_microscaled(holders, self.scheme)
+
+    def can_store(self, weight: "PublishedMicroscaled", target: Target) -> bool:
+        """See ``WeightFormat``."""
+        return True
+
+    def stored(self, weights: Mapping[str, "PublishedMicroscaled"]) -> StoredCodes:
+        """See ``WeightFormat``."""
+        scale_dtype = torch.uint8 if self.scheme.has_exponents else torch.float8_e4m3fn
+        return StoredCodes(self.scheme.format, self.scheme.group, scale_dtype)
+
+    def stored_randomly(self, dtype: torch.dtype) -> StoredCodes:
+        """See ``WeightFormat``; scales have their own dtype."""
+        return self.stored({})
 
 
-SUFFIXES: Final[Mapping[MicroscaledLayout, _Suffixes]] = {
-    "modelopt": _Suffixes("", ("_scale",), "_scale_2", ("input_scale",)),
-    "nvfp4-pack-quantized": _Suffixes("_packed", ("_scale",), "_global_scale", ("input_global_scale",)),
-    "mxfp4-pack-quantized": _Suffixes("_packed", ("_scale",), None, ()),
-    "mxfp4": _Suffixes("_blocks", ("_scales",), None, ()),
-    "mxfp8": _Suffixes("", SCALE_SUFFIXES[::-1], None, ("input_scale",)),
-}
-"""Added to the name of the weight; those of scales of activations replace ``weight`` at its end."""
-
-
-def find_microscaled(holders: Holders, scheme: MicroscaledScheme) -> dict[str, "PublishedMicroscaled"]:
+def find_microscaled(holders: Holders, layout: Layout) -> dict[str, "PublishedMicroscaled"]:
     """Return the weights in a microscaling format, by their names in a model that is not quantised."""
-    suffix, dtype = SUFFIXES[scheme.layout].codes, scheme.codes_dtype
+    suffix, dtype = layout.codes, layout.bytes.dtype
     names = [name for name, file in holders.items() if name.endswith(suffix) and file.dtype(name) == dtype]
-    found = (PublishedMicroscaled(name.removesuffix(suffix), scheme, holders) for name in names)
+    found = (PublishedMicroscaled(name.removesuffix(suffix), layout, holders) for name in names)
     # Bytes need more than a name: indices have them, too.
-    is_known = suffix != "" or scheme.bits == 8
+    is_known = suffix != "" or dtype != "U8"
     return {weight.name: weight for weight in found if is_known or {weight.scales, weight.factor} & holders.keys()}
 
 
@@ -84,30 +88,30 @@ class PublishedMicroscaled:
     """A weight in a microscaling format, and its scales."""
 
     name: str
-    scheme: MicroscaledScheme
+    layout: Layout
     holders: Holders
 
     @property
     def codes(self) -> str:
         """Name of the tensor of codes."""
-        return self.name + SUFFIXES[self.scheme.layout].codes
+        return self.name + self.layout.codes
 
     @property
     def scales(self) -> str:
         """Name of the tensor of scales."""
-        names = [self.name + suffix for suffix in SUFFIXES[self.scheme.layout].scales]
+        names = [self.name + suffix for suffix in self.layout.scales]
         return next((name for name in names if name in self.holders), names[0])
 
     @property
     def factor(self) -> str | None:
         """Name of the tensor that holds the factor, or its reciprocal; None if there is no factor."""
-        suffix = SUFFIXES[self.scheme.layout].factor
+        suffix = self.layout.factor
         return None if suffix is None else self.name + suffix
 
     @property
     def has_own_scales(self) -> bool:
         """See ``PublishedWeight``: where they are no exponents, a weight of 8 bits is in FP8."""
-        return self.scales in self.holders and self.holders[self.scales].dtype(self.scales) in self.scheme.scale_dtypes
+        return self.scales in self.holders and self.holders[self.scales].dtype(self.scales) in self.layout.scale_dtypes
 
     @property
     def _shape(self) -> str:
@@ -118,7 +122,7 @@ class PublishedMicroscaled:
     def _activations(self) -> list[str]:
         """Names of the published scales of activations."""
         module, _, kind = self.name.rpartition("weight")
-        suffixes = SUFFIXES[self.scheme.layout].activations if kind == "" and module else ()
+        suffixes = self.layout.activations if kind == "" and module else ()
         return [module + suffix for suffix in suffixes if module + suffix in self.holders]
 
     @property
@@ -134,24 +138,23 @@ class PublishedMicroscaled:
             if part is not None and part not in self.holders:
                 raise WeightsError(f"{part} is missing beside {self.codes}")
         *outer, num_rows, num_inputs = (1, *target.shape) if len(target.shape) < 2 else target.shape
-        if len(target.shape) < 2 or num_inputs % self.scheme.group:
+        if len(target.shape) < 2 or num_inputs % self.layout.group:
             raise WeightsError(
-                f"{self.codes} stands for a weight of shape {list(target.shape)}; in {self.scheme.kind} are matrices, "
-                f"whose inputs are a multiple of {self.scheme.group}"
+                f"{self.codes} stands for a weight of shape {list(target.shape)}; in {self.layout.kind} are matrices, "
+                f"whose inputs are a multiple of {self.layout.group}"
             )
-        in_groups = self.scheme.byte_groups
-        num_bytes = num_inputs * self.scheme.bits // 8
-        packed = (num_bytes,) if in_groups is None else (num_inputs // in_groups, in_groups // 2)
+        num_groups, num_bytes = num_inputs // self.layout.group, num_inputs * self.layout.format.bits // 8
+        packed = (num_groups, num_bytes // num_groups) if self.layout.has_group_dimension else (num_bytes,)
         self._check_shape(self.codes, (*outer, num_rows, *packed))
-        self._check_shape(self.scales, (*outer, num_rows, num_inputs // self.scheme.group))
-        dtype, wanted = self.holders[self.scales].dtype(self.scales), self.scheme.scale_dtypes
+        self._check_shape(self.scales, (*outer, num_rows, num_groups))
+        dtype, wanted = self.holders[self.scales].dtype(self.scales), self.layout.scale_dtypes
         if dtype not in wanted:
-            raise WeightsError(f"{self.scales} is stored as {dtype}; scales of {self.scheme} are {' or '.join(wanted)}")
+            raise WeightsError(f"{self.scales} is stored as {dtype}; scales of {self.layout} are {' or '.join(wanted)}")
 
     def _check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         shape = self.holders[name].shape(name)
         if tuple(shape) != wanted:
-            raise WeightsError(f"{name} has shape {shape}; the configuration and {self.scheme} ask for {list(wanted)}")
+            raise WeightsError(f"{name} has shape {shape}; the configuration and {self.layout} ask for {list(wanted)}")
 
     def open(self, target: Target, device: torch.device | str) -> "OpenMicroscaledWeight":
         """See ``PublishedWeight``."""
@@ -161,15 +164,15 @@ class PublishedMicroscaled:
         for name in self._activations:
             self._read_numbers(name, outer)
         scale_NX = self.holders[self.scales].get(self.scales)
-        scale_NX = scale_NX.view(torch.uint8) if self.scheme.has_exponents else scale_NX
+        scale_NX = scale_NX.view(torch.uint8) if self.layout.has_exponents else scale_NX
         factor = self._read_factor(outer)
         numbers_NX = scale_numbers(scale_NX)
         if bool((numbers_NX < 0).any()):
             raise WeightsError(f"{self.scales} has negative scales")
-        if not bool(numbers_NX.isfinite().all()) or (self.scheme.has_exponents and bool((scale_NX == E8M0_NAN).any())):
+        if not bool(numbers_NX.isfinite().all()) or (self.layout.has_exponents and bool((scale_NX == E8M0_NAN).any())):
             raise WeightsError(f"{self.scales} has scales that are not numbers")
-        largest = numbers_NX.amax()
-        bound = float(largest * factor.max()) * (MAX_E4M3 if self.scheme.bits == 8 else E2M1[-1])
+        largest, most = numbers_NX.amax(), self.layout.format.largest
+        bound = 0.0 if most is None else float(largest * factor.max()) * most
         if bound > MAX_WEIGHT:
             source = self.scales if self.factor is None else self.factor
             raise WeightsError(f"{source} makes weights of up to {bound:.3g} of {self.codes}; limit: {MAX_WEIGHT}")
@@ -180,7 +183,7 @@ class PublishedMicroscaled:
         if self.factor is None:
             return torch.ones(outer)
         numbers = self._read_numbers(self.factor, outer)
-        return numbers if self.scheme.layout == "modelopt" else numbers.reciprocal()
+        return numbers.reciprocal() if self.layout.is_reciprocal else numbers
 
     def _read_numbers(self, name: str, outer: tuple[int, ...]) -> Tensor:
         """Return one positive number for each matrix; a single one may be of all."""
@@ -203,57 +206,35 @@ class OpenMicroscaledWeight:
     shape: tuple[int, ...]
     device: torch.device | str
 
-    def part(self, index: Index) -> tuple[Tensor, Tensor, Tensor]:
-        """Read a part, ``[rows, inputs]``, the dimensions before rows flattened.
+    def part(self, index: Index) -> Codes:
+        """See ``OpenCodes``."""
+        layout, group = self.published.layout, self.published.layout.group
+        *rows, inputs = self._ranges(index)
+        # Inputs of a unit are read together.
+        unit = group if layout.has_group_dimension else layout.bytes.inputs
+        per_unit = 1 if layout.has_group_dimension else layout.bytes.bytes
+        first, read = inputs.start % unit, slice(inputs.start // unit * per_unit, -(-inputs.stop // unit) * per_unit)
+        whole = tuple(slice(part.start, part.stop) for part in rows)
+        bytes_NK = self.file.get(self.published.codes, (*whole, read)).to(self.device).view(torch.uint8)
+        bytes_NK = (bytes_NK.flatten(-2) if layout.has_group_dimension else bytes_NK).flatten(0, -2)
+        code_NK = layout.bytes.split(bytes_NK)[:, first : first + len(inputs)]
+        self._check_numbers(code_NK)
+        scale_NX = self.scale_NX[whole][..., inputs.start // group : -(-inputs.stop // group)].to(self.device)
+        factor = self.factor[whole[:-1]].to(self.device).flatten().repeat_interleave(scale_NX.shape[-2])
+        group_K = torch.arange(inputs.start, inputs.stop, device=self.device) // group - inputs.start // group
+        return Codes(layout.format, code_NK, scale_NX.flatten(0, -2), group_K, factor_N=factor)
 
-        Returns: uint8 codes, the scale of each row and group that has some of the inputs, as published, and a float32
-        factor for each row; all on the device.
-
-        Raises:
-            WeightsError: a number in e4m3 is NaN.
-        """
-        index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        inputs = range(*index[-1].indices(self.shape[-1]))
-        scheme, group = self.published.scheme, self.published.scheme.group
-        unit = scheme.byte_groups or 8 // scheme.bits
-        first = inputs.start % unit
-        read = (*index[:-1], slice(inputs.start // unit, -(-inputs.stop // unit)))
-        code_NK = self.file.get(self.published.codes, read).to(self.device).view(torch.uint8)
-        code_NK = (code_NK if scheme.byte_groups is None else code_NK.flatten(-2)).flatten(0, -2)
-        if scheme.bits == 8:
-            self._check_numbers(code_NK)
-        else:
-            code_NK = torch.stack((code_NK & 15, code_NK >> 4), dim=-1).flatten(-2)[:, first : first + len(inputs)]
-        scale_NX = self.scale_NX[index[:-1]][..., inputs.start // group : -(-inputs.stop // group)].to(self.device)
-        factor = self.factor[index[:-2]].to(self.device)
-        rows = scale_NX.shape[-2]
-        return code_NK, scale_NX.flatten(0, -2), factor.flatten().repeat_interleave(rows)
+    def _ranges(self, index: Index) -> list[range]:
+        whole = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        return [range_of(part, size) for part, size in zip(whole, self.shape, strict=True)]
 
     def _check_numbers(self, code_NK: Tensor) -> None:
-        """Raise WeightsError if a number is NaN: kernels, which shift bits, would take it for 480."""
+        """Raise WeightsError if a number is NaN: kernels, which shift bits, would take it for another one."""
+        wrong = self.published.layout.format.not_a_number
         num_rows = max(1, CHUNK_ELEMENTS // max(1, code_NK.shape[1]))
-        if any(bool(((rows & E4M3_NAN) == E4M3_NAN).any()) for rows in code_NK.split(num_rows)):
+        if wrong is not None and any(bool(((rows & wrong) == wrong).any()) for rows in code_NK.split(num_rows)):
             raise WeightsError(f"{self.published.codes} holds a weight that is not a number")
 
     def read(self, index: Index, dtype: torch.dtype) -> Tensor:
-        """See ``OpenWeight``; computed in float32, ``CHUNK_ELEMENTS`` at a time."""
-        code_NK, scale_NX, factor_N = self.part(index)
-        index = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        inputs = range(*index[-1].indices(self.shape[-1]))
-        group = self.published.scheme.group
-        group_K = torch.arange(inputs.start, inputs.stop, device=code_NK.device) // group - inputs.start // group
-        out_NK = torch.empty_like(code_NK, dtype=dtype)
-        step = max(1, CHUNK_ELEMENTS // max(1, len(inputs)))
-        for start in range(0, len(out_NK), step):
-            rows = slice(start, start + step)
-            scaled_NX = scale_numbers(scale_NX[rows]) * factor_N[rows, None]
-            out_NK[rows] = _numbers(code_NK[rows], self.published.scheme.bits).mul_(scaled_NX[:, group_K])
-        outer = [len(range(*part.indices(size))) for part, size in zip(index[:-1], self.shape[:-1], strict=True)]
-        return out_NK.view(*outer, len(inputs))
-
-
-def _numbers(codes: Tensor, bits: int) -> Tensor:
-    """Return what codes stand for, in float32."""
-    if bits == 8:
-        return codes.view(torch.float8_e4m3fn).float()
-    return torch.tensor((*E2M1, *(-number for number in E2M1)), device=codes.device)[codes.int()]
+        """See ``OpenWeight``."""
+        return self.part(index).dequantize(dtype).view([len(part) for part in self._ranges(index)])

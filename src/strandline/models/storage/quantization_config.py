@@ -12,14 +12,7 @@ from typing import Any, Final, Literal, NoReturn
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
 from strandline.model_config import ModelConfig
-
-SUPPORTED: Final = (
-    'quant_method "fp8" (e4m3, one scale per block, channel or tensor); "compressed-tensors" in format '
-    '"float-quantized" or "mxfp8-quantized" with 8-bit float weights, "pack-quantized" with 4-bit integers, or '
-    '"nvfp4-pack-quantized" or "mxfp4-pack-quantized" with 4-bit float weights; "gptq" (checkpoint_format '
-    '"gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits; "modelopt" with quant_algo FP8, '
-    'FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8, or MIXED_PRECISION of these; "mxfp4"; "mxfp8"'
-)
+from strandline.models.storage.layouts import LAYOUTS, Layout
 
 ORDERED: Final = ("group", "dynamic")
 """What ``actorder`` says if the group of each input is published."""
@@ -48,29 +41,42 @@ class Block:
 TENSOR: Final = Block(None, None)
 CHANNEL: Final = Block(1, None)
 
-MicroscaledLayout = Literal["modelopt", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp4", "mxfp8"]
-"""How published files hold weights in microscaling formats."""
-
-MODELOPT: Final[Mapping[str, Block | MicroscaledLayout]] = {
+MODELOPT: Final[Mapping[str, Block | Layout]] = {
     "FP8": TENSOR,
     "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
     "FP8_PB_WO": Block(128, 128),
     "FP8_BLOCK_SCALES": Block(128, 128),
-    "NVFP4": "modelopt",
-    "W4A16_NVFP4": "modelopt",
-    "MXFP8": "mxfp8",
+    **{algorithm: layout for layout in LAYOUTS for algorithm in layout.algorithms},
 }
 """What one scale covers in FP8, or the layout of another format, by ``quant_algo``. Where activations may be quantised,
 too, that is not needed."""
 
+METHODS: Final = {layout.quant_method: layout for layout in LAYOUTS if layout.quant_method is not None}
+"""Layouts by ``quant_method``."""
+
+COMPRESSED_LAYOUTS: Final = {layout.compressed: layout for layout in LAYOUTS if layout.compressed is not None}
+COMPRESSED: Final = {
+    "float-quantized": ("float", 8),
+    "pack-quantized": ("int", 4),
+    **{format: ("float", layout.format.bits) for format, layout in COMPRESSED_LAYOUTS.items()},
+}
+"""Formats of compressed-tensors: type and bits of weights."""
+
 MODELOPT_FILES: Final = "quantization_config in config.json, or hf_quant_config.json"
 """Where the recipe may be."""
 
-EXPONENT_DTYPES: Final = ("U8", "F8_E8M0")
-"""Dtypes of scales that are powers of two, as safetensors names them."""
-
 MIXED: Final = "MIXED_PRECISION"
 """``quant_algo`` of a recipe that names one for each layer."""
+
+KINDS: Final = {"float": "floats", "int": "integers"}
+
+SUPPORTED: Final = (
+    'quant_method "fp8" (e4m3, one scale per block, channel or tensor); "compressed-tensors" in format '
+    + ", ".join(f'"{format}" ({bits}-bit {KINDS[kind]})' for format, (kind, bits) in COMPRESSED.items())
+    + '; "gptq" (checkpoint_format "gptq" or "gptq_v2") and "awq" (version "gemm"), both with 4 bits; '
+    + f'"modelopt" with quant_algo {", ".join(MODELOPT)}, or {MIXED} of these; '
+    + "; ".join(f'"{method}"' for method in METHODS)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,52 +108,7 @@ class FourBitScheme:
         return f"4 bits ({self.packing}, {', '.join(sizes)})"
 
 
-@dataclass(frozen=True, slots=True)
-class MicroscaledScheme:
-    """How a model's weights in NVFP4, MXFP4 (e2m1) or MXFP8 (e4m3) are published."""
-
-    layout: MicroscaledLayout
-
-    @property
-    def kind(self) -> str:
-        """The format's name."""
-        return self.layout[:5].upper() if self.layout.startswith("mx") else "NVFP4"
-
-    @property
-    def bits(self) -> int:
-        """Size of a number."""
-        return 8 if self.kind == "MXFP8" else 4
-
-    @property
-    def has_exponents(self) -> bool:
-        """Whether scales are powers of two, and there are no factors."""
-        return self.kind != "NVFP4"
-
-    @property
-    def byte_groups(self) -> int | None:
-        """Inputs of a dimension of their own in the tensor of codes; None: all are in one."""
-        return self.group if self.layout == "mxfp4" else None
-
-    @property
-    def group(self) -> int:
-        """Inputs that share a scale."""
-        return 32 if self.has_exponents else 16
-
-    @property
-    def codes_dtype(self) -> str:
-        """The dtype of numbers, as safetensors names it; two of 4 bits are a byte."""
-        return "F8_E4M3" if self.bits == 8 else "U8"
-
-    @property
-    def scale_dtypes(self) -> tuple[str, ...]:
-        """The dtypes of scales, as safetensors names them."""
-        return EXPONENT_DTYPES if self.has_exponents else ("F8_E4M3",)
-
-    def __str__(self) -> str:
-        return f"{self.kind} (groups of {self.group})"
-
-
-Scheme = Fp8Scheme | FourBitScheme | MicroscaledScheme
+Scheme = Fp8Scheme | FourBitScheme | Layout
 """How some of a model's weights are quantised."""
 
 
@@ -172,12 +133,11 @@ def _read_schemes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
             return (_read_fp8(fields),)
         case "compressed-tensors":
             return _read_compressed_tensors(values)
-        case "mxfp4":
-            return (MicroscaledScheme("mxfp4"),)
-        case "mxfp8":
-            if fields.value("weight_block_size") not in (None, [1, 32]):
-                fields.reject("weight_block_size", "1 and 32, as mxfp8 has it")
-            return (MicroscaledScheme("mxfp8"),)
+        case str(method) if method in METHODS:
+            layout = METHODS[method]
+            if fields.value("weight_block_size") not in (None, [1, layout.group]):
+                fields.reject("weight_block_size", f"1 and {layout.group}, as {method} has it")
+            return (layout,)
         case "gptq":
             _require_four_bits(values)
             format = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
@@ -235,7 +195,7 @@ def _read_modelopt(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     found = dict.fromkeys(MODELOPT[str(algorithm).upper()] for algorithm in named.values())
     blocks = tuple(block for block in found if isinstance(block, Block))
     in_fp8 = (Fp8Scheme(blocks),) if blocks else ()
-    return (*in_fp8, *(MicroscaledScheme(layout) for layout in found if not isinstance(layout, Block)))
+    return (*in_fp8, *(layout for layout in found if not isinstance(layout, Block)))
 
 
 def _read_block(fields: Fields, name: str) -> Block:
@@ -243,16 +203,6 @@ def _read_block(fields: Fields, name: str) -> Block:
     if len(sizes) != 2:
         fields.reject(name, "two sizes, rows and columns")
     return Block(*sizes)
-
-
-COMPRESSED: Final = {
-    "float-quantized": ("float", 8),
-    "pack-quantized": ("int", 4),
-    "nvfp4-pack-quantized": ("float", 4),
-    "mxfp4-pack-quantized": ("float", 4),
-    "mxfp8-quantized": ("float", 8),
-}
-"""Formats of compressed-tensors: type and bits of weights."""
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -276,14 +226,11 @@ def _read_compressed(format: str, groups: list[Fields]) -> Scheme:
             is_ordered = all(group.value("actorder") in (True, *ORDERED) for group in groups)
             sizes = tuple(dict.fromkeys(map(_read_group, groups)))
             return FourBitScheme("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
-        case "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
-            scheme = MicroscaledScheme(format)
-        case _:
-            scheme = MicroscaledScheme("mxfp8")
+    layout = COMPRESSED_LAYOUTS[format]
     for group in groups:
-        if group.size("group_size", default=scheme.group) != scheme.group:
-            group.reject("group_size", f"{scheme.group}, as {format} has it")
-    return scheme
+        if group.size("group_size", default=layout.group) != layout.group:
+            group.reject("group_size", f"{layout.group}, as {format} has it")
+    return layout
 
 
 def format_of_group(group: Mapping[str, Any], values: Mapping[str, Any]) -> Any:

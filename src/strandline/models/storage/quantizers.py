@@ -27,20 +27,17 @@ from strandline.kernels.gemm.formats.four_bit import SYMMETRIC_ZERO
 from strandline.kernels.gemm.formats.fp4 import E2M1
 from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.storage.four_bit import PER_NUMBER
+from strandline.models.storage.layouts import MXFP8_LAYOUT, NVFP4_COMPRESSED, Layout
 from strandline.models.storage.quantization_config import (
     Block,
     FourBitScheme,
     Fp8Scheme,
-    MicroscaledLayout,
-    MicroscaledScheme,
     Scheme,
 )
 
 BLOCK: Final = 128
 SQUARE: Final = Block(BLOCK, BLOCK)
 
-GROUP_FP4: Final = 16
-E8M0_GROUP: Final = 32
 GROUP_INT4: Final = 128
 
 SMALLEST: Final = 1e-30
@@ -136,14 +133,14 @@ class Fp8Quantizer:
 class Fp4Quantizer:
     """See ``Quantizer``."""
 
-    layout: MicroscaledLayout = "nvfp4-pack-quantized"
-    multiple: ClassVar[int] = GROUP_FP4
+    layout: Layout = NVFP4_COMPRESSED
+    multiple: ClassVar[int] = NVFP4_COMPRESSED.group
     takes_drafts: ClassVar[bool] = False
     has_factor: ClassVar[bool] = True
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``."""
-        weight_NXG = weight_NK.float().unflatten(1, (-1, GROUP_FP4))
+        weight_NXG = weight_NK.float().unflatten(1, (-1, self.layout.group))
         global_scale = _global_scale(largest)
         scale_NX = (weight_NXG.abs().amax(2) / E2M1[-1] * global_scale).clamp_(max=MAX_E4M3).to(torch.float8_e4m3fn)
         scaled_NX1 = (scale_NX.float() * global_scale.reciprocal()).unsqueeze(2)
@@ -151,39 +148,40 @@ class Fp4Quantizer:
         table = torch.tensor((*E2M1, *(-number for number in E2M1)))
         restored_NK = (table[code_NXG.int()] * scaled_NX1).flatten(1)
         low, high = code_NXG.view(len(weight_NK), -1, 2).unbind(2)
-        codes = "" if self.layout == "modelopt" else "_packed"
-        return QuantizedRows({codes: low | high << 4, "_scale": scale_NX}, restored_NK)
+        return QuantizedRows({self.layout.codes: low | high << 4, self.layout.scales[0]: scale_NX}, restored_NK)
 
     def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
         """See ``Quantizer``."""
         scale = _global_scale(largest).reshape(-1)
-        return {"_scale_2": scale.reciprocal()} if self.layout == "modelopt" else {"_global_scale": scale}
+        assert self.layout.factor is not None
+        return {self.layout.factor: scale if self.layout.is_reciprocal else scale.reciprocal()}
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
-        weights = {"type": "float", "strategy": "tensor_group", "group_size": GROUP_FP4}
-        return _compressed("nvfp4-pack-quantized", weights, unconverted)
+        weights = {"type": "float", "strategy": "tensor_group", "group_size": self.layout.group}
+        return _compressed(self.layout.compressed, weights, unconverted)
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp8Quantizer:
     """See ``Quantizer``."""
 
-    multiple: ClassVar[int] = E8M0_GROUP
+    layout: ClassVar[Layout] = MXFP8_LAYOUT
+    multiple: ClassVar[int] = MXFP8_LAYOUT.group
     takes_drafts: ClassVar[bool] = False
     has_factor: ClassVar[bool] = False
 
     def quantize(self, weight_NK: Tensor, largest: Tensor) -> QuantizedRows:
         """See ``Quantizer``. No number is clipped: a scale is rounded up."""
-        weight_NXG = weight_NK.float().unflatten(1, (-1, E8M0_GROUP))
+        weight_NXG = weight_NK.float().unflatten(1, (-1, self.layout.group))
         mantissa_NX, exponent_NX = torch.frexp(weight_NXG.abs().amax(2) / MAX_E4M3)
         exponent_NX = (exponent_NX - (mantissa_NX == 0.5).int()).clamp_(min=-E8M0_BIAS)
         scale_NX1 = torch.ldexp(torch.ones(exponent_NX.shape), exponent_NX).unsqueeze(2)
         rounded_NXG = (weight_NXG / scale_NX1).to(torch.float8_e4m3fn)
         restored_NK = (rounded_NXG.float() * scale_NX1).flatten(1)
-        return QuantizedRows(
-            {"": rounded_NXG.flatten(1), "_scale": (exponent_NX + E8M0_BIAS).to(torch.uint8)}, restored_NK
-        )
+        exponent_NX = (exponent_NX + E8M0_BIAS).to(torch.uint8)
+        parts = {self.layout.codes: rounded_NXG.flatten(1), self.layout.scales[0]: exponent_NX}
+        return QuantizedRows(parts, restored_NK)
 
     def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
         """See ``Quantizer``."""
@@ -191,8 +189,8 @@ class Mxfp8Quantizer:
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
-        weights = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": E8M0_GROUP}
-        return _compressed("mxfp8-quantized", {**weights, "scale_dtype": "torch.uint8"}, unconverted)
+        weights = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": self.layout.group}
+        return _compressed(self.layout.compressed, {**weights, "scale_dtype": "torch.uint8"}, unconverted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +232,10 @@ def quantizer_of(scheme: Scheme) -> Quantizer | None:
     match scheme:
         case Fp8Scheme():
             return Fp8Quantizer(scheme.blocks[0])
-        case MicroscaledScheme("mxfp8"):
+        case Layout() if scheme is MXFP8_LAYOUT:
             return Mxfp8Quantizer()
-        case MicroscaledScheme() if not scheme.has_exponents:
-            return Fp4Quantizer(scheme.layout)
+        case Layout() if not scheme.has_exponents:
+            return Fp4Quantizer(scheme)
         case FourBitScheme("compressed-tensors", (int(group), *_), has_zeros=False):
             return Int4Quantizer(group)
     return None
@@ -265,7 +263,7 @@ def nearest_codes(x: Tensor) -> Tensor:
     return (torch.bucketize(x.abs(), bounds) | x.signbit().long() << 3).to(torch.uint8)
 
 
-def _compressed(format: str, weights: Mapping[str, Any], unconverted: Sequence[str]) -> dict[str, Any]:
+def _compressed(format: str | None, weights: Mapping[str, Any], unconverted: Sequence[str]) -> dict[str, Any]:
     """Return the ``quantization_config`` of a format of ``compressed-tensors``."""
     group = {
         "targets": ["Linear"],

@@ -10,12 +10,12 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from strandline.models.storage.conversion import is_converted
+from strandline.models.storage.layouts import Layout
 from strandline.models.storage.published_names import text_name
 from strandline.models.storage.quantization_config import (
     MODELOPT,
     Block,
     Fp8Scheme,
-    MicroscaledScheme,
     Scheme,
     format_of_group,
 )
@@ -32,7 +32,7 @@ Chooser = Callable[[str, Sequence[int]], int | None]
 def choose_schemes(values: Mapping[str, Any], schemes: Sequence[Scheme]) -> Chooser:
     """Return what chooses among the schemes that ``read_schemes`` found in a ``quantization_config``."""
     recipe = values.get("quantization", values)
-    if isinstance(schemes[0], MicroscaledScheme) and schemes[0].layout == "mxfp4":
+    if isinstance(schemes[0], Layout) and schemes[0].of_experts_alone:
         return lambda name, shape: 0 if len(shape) == 3 else None
     if len(schemes) == 1:
         return _by_names(recipe)
@@ -74,7 +74,7 @@ def _index(algorithm: str | None, schemes: Sequence[Scheme]) -> int | None:
     found = MODELOPT[algorithm.upper()]
     if isinstance(found, Block):
         return next(index for index, scheme in enumerate(schemes) if isinstance(scheme, Fp8Scheme))
-    return schemes.index(MicroscaledScheme(found))
+    return schemes.index(found)
 
 
 def _by_groups(values: Mapping[str, Any], schemes: Sequence[Scheme]) -> Chooser:

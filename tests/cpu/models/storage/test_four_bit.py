@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
-from strandline.models.storage import four_bit as subject
+from strandline.models.storage import codes
 from strandline.models.weights import load_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.four_bit import SCHEMES, awq_config, compressed_config, gptq_config
@@ -96,7 +96,7 @@ def test_unsorted_index_of_inputs_is_accepted(converted: Callable[..., Any]) -> 
 
 def test_weights_are_dequantised_in_parts(converted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, plain = converted()
-    monkeypatch.setattr(subject, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(codes, "CHUNK_ELEMENTS", 100)
     assert_equal(load(directory), load(plain))
 
 

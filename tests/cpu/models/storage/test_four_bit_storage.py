@@ -13,7 +13,7 @@ from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, StackedWei
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
-from strandline.models.storage import four_bit_storage
+from strandline.models.storage import coded_storage
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, four_bit, fp8
@@ -128,5 +128,5 @@ def test_inputs_are_cut_between_groups(size: int, form: type, tmp_path: Path) ->
 
 def test_weights_are_packed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save("qwen3_5", tmp_path, "gptq")
-    monkeypatch.setattr(four_bit_storage, "CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(coded_storage, "CHUNK_ELEMENTS", 100)
     check(directory)

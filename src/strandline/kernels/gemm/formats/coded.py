@@ -17,10 +17,10 @@ from strandline.kernels.gemm.formats.launches import MANY, Tiles
 from strandline.kernels.launch import Launch
 
 BLOCK_INPUTS: Final = 128
-"""Inputs whose codes lie together: in 64 bytes in 4 bits, in 128 in MXFP8. Rows are padded to a multiple."""
+"""Inputs whose codes lie together. Rows are padded to a multiple."""
 
 E8M0_BIAS: Final = 127
-"""A byte ``s`` is the scale ``2 ** (s - 127)`` in MXFP4 and MXFP8."""
+"""A byte ``s`` is the scale ``2 ** (s - 127)``."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -28,15 +28,30 @@ class CodedFormat(Format):
     """A format of codes: ``(number - zero) * scale * factor``."""
 
     bits: int
-    """Of a code."""
+    """Size of a code."""
     pack: Callable[[Tensor], Tensor]
     """Returns uint8 codes ``[..., O, I]`` as int32 words ``[..., O, W]``, padded with zeros."""
     unpack: Callable[[Tensor], Tensor]
     """Returns the codes of words, with those that pad the last block."""
     numbers: Callable[[Tensor], Tensor]
     """Returns the float32 numbers that codes stand for."""
+    draw: Callable[[Tensor, torch.Generator | None], None]
+    """Fills words, ``[R, W]``, with random codes."""
+    random_std: float
+    """Standard deviation of such numbers, less ``zero``."""
     zero: int = 0
     """Zero point of weights without zero points of their own."""
+    has_factors: bool = False
+    """Whether every row has a factor."""
+    largest: float | None = None
+    """Largest number; None: it is not limited."""
+    not_a_number: int | None = None
+    """The code, without its sign, that stands for no number."""
+
+
+def draw_bits(words: Tensor, generator: torch.Generator | None) -> None:
+    """Fill words with random bits."""
+    words.random_(-(2**31), 2**31, generator=generator)
 
 
 def padded(codes: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from strandline.kernels.gemm.formats.coded import (
     CODED_MANY,
     CODED_MIDDLE,
     CodedFormat,
+    draw_bits,
     padded,
 )
 from strandline.kernels.gemm.formats.launches import (
@@ -42,6 +43,9 @@ GROUPS_FOUR_BIT: Final = (32, 64, 128)
 SYMMETRIC_ZERO: Final = 8
 """The zero point of weights that are published without."""
 
+LOWEST_BITS: Final = 0x11111111
+"""The lowest bits of the codes of a word."""
+
 
 def pack_code_pairs(codes: Tensor) -> Tensor:
     """Return uint8 codes ``[..., O, I]`` as the int32 ``words`` of a weight, padded with zeros."""
@@ -55,6 +59,17 @@ def unpack_code_pairs(words: Tensor) -> Tensor:
     """Return the uint8 codes of words, with those that pad the last block."""
     pairs = words.view(torch.uint8).unflatten(-1, (-1, BLOCK_WORDS, 2, 2)).movedim(-1, -3)
     return torch.stack((pairs & 15, pairs >> 4), dim=-3).flatten(-5)
+
+
+def _draw(words: Tensor, generator: torch.Generator | None) -> None:
+    """Fill words with random codes from 1 to 15.
+
+    The zero point is their mean: with another mean all hidden states soon have one direction, and a router chooses the
+    same experts for all tokens.
+    """
+    draw_bits(words, generator)
+    has_bits = words | words >> 1 | words >> 2 | words >> 3
+    words |= (~has_bits & LOWEST_BITS) << 3
 
 
 # From 64 outputs on and with four warps, tensor cores of Hopper GPUs take the weight from registers.
@@ -96,6 +111,8 @@ FOUR_BIT: Final = CodedFormat(
     pack=pack_code_pairs,
     unpack=unpack_code_pairs,
     numbers=torch.Tensor.float,
+    draw=_draw,
+    random_std=4.2,
     zero=SYMMETRIC_ZERO,
     launches=LAUNCHES,
 )

@@ -16,6 +16,7 @@ from strandline.kernels.gemm.formats.coded import (
     CODED_MANY,
     CODED_MIDDLE,
     CodedFormat,
+    draw_bits,
     padded,
 )
 from strandline.kernels.gemm.formats.four_bit import FOUR_BIT, FOUR_BIT_LINEAR
@@ -93,5 +94,9 @@ FP4: Final = CodedFormat(
     pack=pack_codes,
     unpack=unpack_codes,
     numbers=_numbers,
+    draw=draw_bits,
+    random_std=2.9,
+    has_factors=True,
+    largest=E2M1[-1],
     launches=LAUNCHES,
 )

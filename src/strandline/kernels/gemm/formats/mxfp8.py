@@ -21,6 +21,13 @@ from strandline.kernels.gemm.formats.coded import (
 from strandline.kernels.gemm.formats.fp4 import FP4, FP4_LINEAR
 from strandline.kernels.gemm.formats.launches import MANY, FormatLaunches, Tiles, few_pair, rows_launch
 from strandline.kernels.launch import Launch
+from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
+
+RANDOM_STD: Final = 96.0
+"""Standard deviation of random numbers; the largest is 448."""
+
+DRAWN_WORDS: Final = 2**22
+"""Words that are drawn at a time."""
 
 
 def pack_bytes(codes: Tensor) -> Tensor:
@@ -39,6 +46,14 @@ def unpack_bytes(words: Tensor) -> Tensor:
 
 def _numbers(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float()
+
+
+def _draw(words: Tensor, generator: torch.Generator | None) -> None:
+    """Fill words with numbers, none of them NaN."""
+    for rows in words.split(max(1, DRAWN_WORDS // words.shape[1])):
+        noise = torch.empty(rows.shape[0], 4 * rows.shape[1], dtype=torch.bfloat16, device=rows.device)
+        noise.normal_(std=RANDOM_STD, generator=generator).clamp_(-MAX_E4M3, MAX_E4M3)
+        rows.copy_(noise.to(torch.float8_e4m3fn).view(torch.int32))
 
 
 MXFP8_FEW_TOKENS: Final = Launch(16, 128, BLOCK_INPUTS, 4, 3)
@@ -72,5 +87,9 @@ MXFP8: Final = CodedFormat(
     pack=pack_bytes,
     unpack=unpack_bytes,
     numbers=_numbers,
+    draw=_draw,
+    random_std=RANDOM_STD,
+    largest=MAX_E4M3,
+    not_a_number=0x7F,
     launches=LAUNCHES,
 )
