@@ -53,6 +53,7 @@ from strandline.text.tool_formats import ToolFormat, find_tool_format, tool_form
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that any template may get; other roles must be named in it, as ``ipython`` is in some."""
+FUNCTION_KEYS: Final = ("name", "description", "parameters")
 MIN_TOOLS_TOKENS: Final = 64
 """Fewer tokens before the system prompt are the opening of its turn, not tools."""
 PROBE_TOOL: Final[Mapping[str, Any]] = {
@@ -208,7 +209,7 @@ class ChatRenderer:
         marked = self._with_written_calls(repaired(self._with_known_roles(marked), self._traits))
         plain = [entry.message for entry in marked]
         split, mark = self._control_tokens.split(check_messages(plain))
-        bare_tools = [{name: value for name, value in tool.items() if name != MARK} for tool in tools]
+        bare_tools = [_declared(tool) for tool in tools]
 
         def show(messages: Messages, is_open: bool, tools: list[dict[str, Any]]) -> str:
             shown = with_parts(messages) if pictures else messages
@@ -411,6 +412,20 @@ class ChatRenderer:
             tools=tools or None,
             template_options=template_options,
         )
+
+
+def _declared(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as the template gets it: without its mark, its keys in the order that models are trained on.
+
+    Clients write keys in different orders, some in another one each time they start. The prompt depends on none, so
+    that it hits the same prefixes.
+    """
+    plain = {name: value for name, value in tool.items() if name != MARK}
+    function = plain.get("function")
+    if not isinstance(function, Mapping):
+        return plain
+    ordered = {name: function[name] for name in FUNCTION_KEYS if name in function} | dict(function)
+    return {"type": "function", "function": ordered} | {**plain, "function": ordered}
 
 
 def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str, Any]]]:

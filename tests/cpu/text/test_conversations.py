@@ -117,3 +117,21 @@ def test_variables_named_like_the_renderers_arguments_are_refused() -> None:
     for name in {*arguments, "messages"} - {"self", "kwargs", "documents"}:
         with pytest.raises(RequestError, match=f"chat_template_kwargs cannot set '{name}'"):
             renderer.render([USER], template_options={name: None})
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"function": {"parameters": {"type": "object"}, "name": "f", "strict": True, "description": "d"}},
+        {
+            "function": {"strict": True, "description": "d", "parameters": {"type": "object"}, "name": "f"},
+            "type": "function",
+        },
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
+    ],
+)
+def test_prompt_does_not_depend_on_the_order_of_a_tools_keys(tool: dict[str, Any]) -> None:
+    chat = ChatRenderer(byte_tokenizer(), "{{ (tools or []) | tojson }}{{ messages[0].content }}")
+    shown = chat.render([USER], tools=[tool]).text
+    expected = '[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}'
+    assert shown.startswith(expected)
