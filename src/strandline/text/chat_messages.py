@@ -207,8 +207,10 @@ def _joined_parts(content: Sequence[Any], *, is_newest: bool) -> tuple[str, list
         if text is None and not is_newest:
             text = _note(part)
         if text is None:
+            unread = "" if (medium := _medium(part)) is None else f"this model does not read {medium} parts; "
             raise RequestError(
-                f"a message's content parts must be {{'type': 'text', 'text': …}}, got {part!r:.200}", param="messages"
+                f"{unread}a message's content parts must be {{'type': 'text', 'text': …}}, got {part!r:.200}",
+                param="messages",
             )
         texts.append(text)
         if isinstance(part, Mapping) and is_marked(part):
@@ -224,12 +226,15 @@ def _text_of(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _medium(part: Any) -> str | None:
+    """Return what a part has instead of text, such as an image; None if it is malformed."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return next((name for name in MEDIA if name in kind), None) if isinstance(kind, str) else None
+
+
 def _note(part: Any) -> str | None:
     """Return a note that a part is left out; None if it is malformed."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str):
-        return None
-    name = next((name for name in MEDIA if name in kind), None)
+    name = _medium(part)
     return None if name is None else f"[{name} left out: this model reads text only]"
 
 
