@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from strandline.errors import ConfigError
 from strandline.file_tiers import DISK, OBJECTS, FileTier, read_bucket_url
+from strandline.foreign_flags import FOREIGN_FLAGS
 from strandline.ids import BLOCK_TOKENS
 from strandline.json_options import read_json_option
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
@@ -420,11 +421,12 @@ def without_cache(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reject_unknown(options: Mapping[str, Any], known: list[str]) -> None:
-    """Raise a ConfigError for the first unknown option, naming the nearest known one."""
+    """Raise a ConfigError for the first unknown option, naming what to do instead, or the nearest known one."""
     for name in options:
         if name not in known:
-            nearest = get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            reason = FOREIGN_FLAGS.get(flag(name))
+            nearest = get_close_matches(name, known, n=1)
+            hint = f": {reason}" if reason is not None else f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ConfigError(f"unknown option {name!r}{hint}")
 
 

@@ -1,4 +1,7 @@
-"""Flags of vLLM and SGLang that no command has, and what to do instead: errors about unknown flags say so."""
+"""Flags of vLLM and SGLang that no command has, and what to do instead: errors about unknown flags say so.
+
+Errors about unknown options of ``LLM`` do too: they are the flags' names without dashes.
+"""
 
 from collections.abc import Mapping
 from typing import Final

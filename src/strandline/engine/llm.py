@@ -189,6 +189,10 @@ class LLM:
         Raises:
             RequestError: a conversation or parameter cannot be served; none is run.
         """
+        if isinstance(messages, str | Mapping):
+            raise RequestError(
+                f"messages must be a list of messages, or a list of such lists, got {messages!r:.100}", param="messages"
+            )
         if not messages:
             raise RequestError("the conversation is empty; at least one message is needed")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages

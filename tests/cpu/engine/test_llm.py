@@ -229,6 +229,12 @@ def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
         assert output.prompt == expected
 
 
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}])
+def test_chat_refuses_what_is_no_list_of_messages(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages must be a list of messages, or a list of such lists, got "):
+        llm.chat(messages)
+
+
 def test_chat_continues_the_last_message(llm: LLM) -> None:
     messages = [{"role": "user", "content": "tell me"}, {"role": "assistant", "content": "It is "}]
     more: Any = {"use_tqdm": False, "continue_final_message": True}
@@ -290,6 +296,8 @@ def test_more_logprobs_than_tokens_are_refused(tmp_path: Path) -> None:
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_modellen": 5}, "unknown option 'max_modellen'; did you mean 'max_model_len'"),
+    ({"trust_remote_code": True}, "unknown option 'trust_remote_code': code from a model's repository is never run"),
+    ({"swap_space": 4}, "unknown option 'swap_space': give --host-memory for evicted entries"),
     ({"dtype": "float8"}, "--dtype must be one of auto, float32, bfloat16, float16; got 'float8'"),
     ({"dtype": ["float32"]}, "--dtype must be one of auto, float32, bfloat16, float16; got ['float32']"),
     ({"max_model_len": 0}, "--max-model-len must be a whole number of at least 2, got 0"),
