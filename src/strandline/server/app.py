@@ -1,5 +1,6 @@
 """The HTTP application and its routes."""
 
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -43,7 +44,7 @@ from strandline.server.requests.request_bodies import (
 )
 from strandline.server.requests.service import Service
 from strandline.server.requests.tools import toolbox
-from strandline.server.responses.api import ResponsesBody, create_response
+from strandline.server.responses.api import ResponsesBody, count_input_tokens, create_response
 from strandline.server.responses.stored_responses import add_stored_responses
 from strandline.version import VERSION
 
@@ -105,6 +106,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def abort_own(body: AbortBody, request: Request) -> Response:
         return abort(service, body, request)
 
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(body: ResponsesBody, request: Request) -> Response:
+        return await count_input_tokens(service, body, request)
+
     @app.post("/v1/messages/count_tokens")
     async def message_tokens(body: CountBody, request: Request) -> Response:
         return await count_tokens(service, body, request)
@@ -154,12 +159,16 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "root": service.model_names[0] if adapter is None else adapter.path,
             "parent": None if adapter is None else service.model_names[0],
             "max_model_len": service.client.frontend.limits.max_model_len,
+            "type": "model",  # this and the following are Anthropic's fields
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(service.created_s, UTC).isoformat(),
         }
 
     @app.get("/v1/models")
     async def models() -> Response:
         names = (*service.model_names, *(adapter.name for adapter in service.adapters))
-        return json_response({"object": "list", "data": [card(name) for name in names]})
+        anthropic = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"object": "list", "data": [card(name) for name in names], **anthropic})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:

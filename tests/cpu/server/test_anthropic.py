@@ -36,6 +36,15 @@ def test_message_equals_offline_answer_and_counts_cached_tokens(server: ServerPr
     assert answer["usage"] == {**counts, "output_tokens": 20}
 
 
+def test_models_have_the_fields_of_anthropics_api(server: ServerProcess) -> None:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        page = client.models.list()
+        [model] = list(page)
+    assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
+    assert model.created_at.timestamp() > 0
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "tiny")
+
+
 def test_a_streamed_message_is_the_whole_one(server: ServerProcess, expected: str) -> None:
     with http_stream(
         "POST", f"{server.url}/v1/messages", json={**QUESTION, "stream": True}, timeout=TIMEOUT_S

@@ -60,6 +60,8 @@ def items(*content: Any) -> list[Any]:
         (CHAT, "tools", [1] * MANY, "tools"),
         (CHAT, "tools", [{"function": {"name": "f", "parameters": {"required": 5}}}], "parameters of tool 'f'"),
         (CHAT, "response_format", {"type": []}, "response_format must be"),
+        (CHAT, "response_format", {"type": "json_object", "schema": 5}, "response_format.schema must be an object"),
+        (CHAT, "functions", [{"name": "f"}], "; send tools"),
         (CHAT, "modalities", ["audio"], "modalities is not supported"),
         (CHAT, "modalities", ["text", "audio"], "modalities is not supported"),
         (CHAT, "modalities", ["text"], ""),

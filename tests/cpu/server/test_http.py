@@ -156,7 +156,8 @@ UNSUPPORTED = {
 def test_unsupported_fields_that_change_answers_are_refused(server: ServerProcess, name: str) -> None:
     answer = server.post("/v1/completions", prompt="x", **{name: UNSUPPORTED[name]})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"{name} is not supported, got {UNSUPPORTED[name]!r}"
+    message = answer.json()["error"]["message"]
+    assert message.split("; ")[0] == f"{name} is not supported, got {UNSUPPORTED[name]!r}"
 
 
 def test_what_nobody_knows_is_ignored_and_logged_once(server: ServerProcess) -> None:

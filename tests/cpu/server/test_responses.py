@@ -191,3 +191,18 @@ def test_a_stream_that_fails_ends_with_the_failed_response(server: ServerProcess
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"]["code"] == "no_token"
     assert failed["response"]["error"]["message"] == error["error"]["message"]
+
+
+def test_input_tokens_are_those_of_the_response(chatty: openai.OpenAI) -> None:
+    first = chatty.responses.create(model="tiny", input="who is it?", max_output_tokens=3)
+    wishes: dict[str, Any] = {"model": "tiny", "instructions": "be brief", "input": "and now?", "tools": [WEATHER]}
+    wishes["previous_response_id"] = first.id
+    counted = chatty.responses.input_tokens.count(**wishes)
+    second = chatty.responses.create(**wishes, max_output_tokens=1)
+    assert second.usage is not None
+    assert counted.to_dict() == {"object": "response.input_tokens", "input_tokens": second.usage.input_tokens}
+
+
+def test_operation_that_is_not_served_has_no_path(chatty: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no path /v1/responses/compact"):
+        chatty.responses.compact(model="tiny", input="hi")

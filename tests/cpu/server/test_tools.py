@@ -303,7 +303,10 @@ def test_offline_chat_renders_the_prompt_of_the_server(offline_llm: LLM, templat
 
 def test_answer_follows_json_schema(client: openai.OpenAI) -> None:
     schema = WEATHER["function"]["parameters"]
-    formats = [{"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}]
+    formats = [
+        {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}},
+        {"type": "json_object", "schema": schema},
+    ]
     bodies = [{"guided_json": schema}, {"structured_outputs": {"json": schema}}]
     wishes = saying("", tools=openai.omit)
     for more in [

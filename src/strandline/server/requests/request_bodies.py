@@ -38,6 +38,16 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Unsupported fields that would change the answer, and the values (besides null) that do not."""
 
+INSTEAD: Final[Mapping[str, str]] = {
+    "best_of": "send n, and choose by the log-probabilities",
+    "chat_template": "give the server --chat-template",
+    "documents": "send them in chat_template_kwargs",
+    "functions": "send tools",
+    "mcp_servers": "send the servers' tools as tools",
+    "tools": "send them to /v1/chat/completions",
+}
+"""What to do instead of sending some of these fields."""
+
 WITHOUT_EFFECT: Final = frozenset(
     {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
     | {"spaces_between_special_tokens"}
@@ -298,7 +308,8 @@ def check_extra(
     """
     for name, value in (fields or {}).items():
         if name in not_served and value is not None and value not in not_served[name]:
-            raise RequestError(f"{name} is not supported, got {value!r:.100}", param=name)
+            instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+            raise RequestError(f"{name} is not supported, got {value!r:.100}{instead}", param=name)
         if name not in not_served and name not in without_effect:
             warn_once("request field %s is unknown and ignored", name)
 

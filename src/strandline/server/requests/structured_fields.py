@@ -57,6 +57,11 @@ def structure_of_format(value: Any, name: str) -> StructuredOutputsParams | None
     match value.get("type") if isinstance(value, Mapping) else value:
         case "text":
             return None
+        case "json_object" if isinstance(value, Mapping) and value.get("schema") is not None:
+            # As in the APIs of llama.cpp, Together and Fireworks.
+            if not isinstance(value["schema"], Mapping):
+                raise RequestError(f"{name}.schema must be an object, got {value['schema']!r:.100}", param=name)
+            return StructuredOutputsParams(json=dict(value["schema"]), origin=name)
         case "json_object":
             return StructuredOutputsParams(json_object=True, origin=name)
         case "json_schema":

@@ -329,14 +329,37 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     body.require_plain_text(service, box)
     salt = service.salt_of(request, body.cache_salt, body.model)
     with service.client.expect(params.n):
-        with sent_as({"messages": "input"}):
-            options = effort_options(body.effort, EFFORT)
-            prompt = await service.render(
-                conversation.messages, tools=box.tools, template_options=options, salt=salt, placeholders=placeholders
-            )
+        prompt = await _render(service, body, conversation, placeholders, salt)
         checked = await service.bind(params, box, prompt)
-    salt = service.salt_of(request, body.cache_salt, body.model)
     response = ModelResponse(service, body, conversation, prompt, checked, salt)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
     return json_response(await response.answer())
+
+
+async def count_input_tokens(service: Service, body: ResponsesBody, request: Request) -> Response:
+    """Count the tokens of a request's prompt."""
+    service.require_model(body.model)
+    body.sampling_params(service.defaults)
+    placeholders = service.picture_placeholders()
+    conversation = Conversation(body, owner_of(request), service.responses, placeholders)
+    salt = service.salt_of(request, body.cache_salt, body.model)
+    prompt = await _render(service, body, conversation, placeholders, salt)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+
+
+async def _render(
+    service: Service,
+    body: ResponsesBody,
+    conversation: Conversation,
+    placeholders: PicturePlaceholders | None,
+    salt: str,
+) -> Prompt:
+    with sent_as({"messages": "input"}):
+        return await service.render(
+            conversation.messages,
+            tools=conversation.box.tools,
+            template_options=effort_options(body.effort, EFFORT),
+            salt=salt,
+            placeholders=placeholders,
+        )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.responses import Response
 
 from strandline.errors import RequestError
@@ -27,6 +27,10 @@ def add_stored_responses(app: FastAPI, service: Service) -> None:
     async def delete(response_id: str, request: Request) -> Response:
         store.remove(owner_of(request), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @app.post("/v1/responses/{operation}", include_in_schema=False)
+    async def other_operation(operation: str) -> Response:
+        raise HTTPException(404)  # not a 405 that advises to get a response of this id
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str, request: Request) -> Response:
