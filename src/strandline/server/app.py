@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 
 from strandline.errors import RequestError
 from strandline.server.admin.api import add_admin
@@ -33,7 +34,7 @@ from strandline.server.labels.systemone_api import SystemOneBody, decide_state
 from strandline.server.messages.api import CountBody, MessagesBody, count_tokens, create_message
 from strandline.server.operation import add_operation
 from strandline.server.pooling.api import EmbeddingsBody, PoolingBody, embed, pool
-from strandline.server.requests.adapters import add_adapters
+from strandline.server.requests.adapters import ADAPTER_PATHS, add_adapters
 from strandline.server.requests.request_bodies import (
     ChatBody,
     CompletionBody,
@@ -66,7 +67,7 @@ def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
     add_cache_page(app, service, options.cache_page)
     if options.has_admin:
         add_admin(app, service.client, options.num_ranks)
-    add_error_handlers(app)
+    add_error_handlers(app, _flags_of_paths(service, options) if options.names_flags else {})
     # What is added last comes first.
     app.add_middleware(StreamPings, interval_s=options.ping_interval_s)
     app.add_middleware(Quotas, tenants=options.tenants)
@@ -113,6 +114,18 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def message_tokens(body: CountBody, request: Request) -> Response:
         return await count_tokens(service, body, request)
+
+
+def _flags_of_paths(service: Service, options: AppOptions) -> dict[str, str]:
+    """Return the paths that are not served without a flag that is not given, and the flag."""
+    flags: dict[str, str] = {}
+    if not options.has_admin:
+        admin = FastAPI(openapi_url=None)
+        add_admin(admin, service.client, options.num_ranks)
+        flags |= {route.path: "--enable-admin-endpoints" for route in admin.routes if isinstance(route, APIRoute)}
+    if service.adapters.directory is None:
+        flags |= dict.fromkeys(ADAPTER_PATHS, "--enable-lora and --allow-runtime-lora")
+    return flags
 
 
 def _add_label_reads(app: FastAPI, service: Service) -> None:

@@ -29,6 +29,8 @@ class AppOptions:
     """Whether requests continue the traces that their headers name."""
     has_admin: bool = False
     """Whether there are endpoints that pause and change the engines."""
+    names_flags: bool = False
+    """Whether errors about endpoints that are not served name the flag of ``strandline serve`` that adds them."""
     num_ranks: int = 1
     """Ranks of each engine."""
     flags: Mapping[str, Any] = field(default_factory=dict)

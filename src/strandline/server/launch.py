@@ -111,6 +111,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
             continues_traces=server.otlp_traces_endpoint is not None,
             flags={**asdict(engine), **server.shown()},
             has_admin=server.serves_admin,
+            names_flags=True,
             num_ranks=engine.tensor_parallel_size,
         )
         app = build_app(service, options)

@@ -297,4 +297,8 @@ def test_web_pages_are_refused(admin: ServerProcess) -> None:
 
 def test_without_the_flag_there_are_none(server: ServerProcess) -> None:
     for path in ("/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up"):
-        assert server.post(path).status_code == 404
+        answer = server.post(path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == f"{path} is served only with --enable-admin-endpoints"
+    message = server.post("/v1/load_lora_adapter").json()["error"]["message"]
+    assert message == "/v1/load_lora_adapter is served only with --enable-lora and --allow-runtime-lora"

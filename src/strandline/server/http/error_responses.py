@@ -128,8 +128,13 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 500, None
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Respond to every error of the application in the shape that clients expect."""
+def add_error_handlers(app: FastAPI, flags: Mapping[str, str] | None = None) -> None:
+    """Respond to every error of the application in the shape that clients expect.
+
+    Args:
+        flags: paths that are not served without a flag, and the flag.
+    """
+    app.state.flags_of_paths = flags or {}
     app.add_exception_handler(RequestError, _ours)
     app.add_exception_handler(EngineError, _ours)
     app.add_exception_handler(RequestValidationError, _malformed)
@@ -161,7 +166,10 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, status, message = request.url.path, error.status_code, error.detail
     if status == 404:
+        flag = request.app.state.flags_of_paths.get(path)
         message = f"there is no path {path[:200]}; GET /openapi.json describes all paths"
+        if flag is not None:
+            message = f"{path} is served only with {flag}"
     elif status == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed for {path[:200]}; use {allowed}"

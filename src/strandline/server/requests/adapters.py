@@ -6,6 +6,7 @@ Names, bodies and answers are vLLM's. Adapters are read from below one directory
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
@@ -17,6 +18,9 @@ from strandline.records.adapters import LoadedAdapter
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.http.error_responses import UnknownAdapterError
 from strandline.server.requests.paths import resolved
+
+ADAPTER_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""What loads an adapter, and what unloads it."""
 
 
 class LoadBody(BaseModel):
@@ -115,12 +119,14 @@ def add_adapters(app: FastAPI, adapters: Adapters) -> None:
     if adapters.directory is None:
         return
 
-    @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    load_path, unload_path = ADAPTER_PATHS
+
+    @app.post(load_path, response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadBody) -> Response:
         await adapters.load(body)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    @app.post(unload_path, response_class=PlainTextResponse)
     async def unload_lora_adapter(body: UnloadBody) -> Response:
         await adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
