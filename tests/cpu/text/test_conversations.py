@@ -130,7 +130,7 @@ def test_variables_named_like_the_renderers_arguments_are_refused() -> None:
         {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
     ],
 )
-def test_prompt_does_not_depend_on_the_order_of_a_tools_keys(tool: dict[str, Any]) -> None:
+def test_order_of_tool_keys_does_not_change_prompt(tool: dict[str, Any]) -> None:
     chat = ChatRenderer(byte_tokenizer(), "{{ (tools or []) | tojson }}{{ messages[0].content }}")
     shown = chat.render([USER], tools=[tool]).text
     expected = '[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}'
