@@ -250,9 +250,8 @@ class Runner:
             indices = StepIndices(*batch.others)
         else:
             indices = StepIndices(*upload_together(step.indices, self.device))
-        if host is not None and captured is not None and graphs is not None:
-            graphs.replay(captured, host, step.verdicts)
-            parts.append(captured.hidden_TE)
+        if host is not None and captured is not None:
+            parts.append(captured.replay(host, step.verdicts))
         if step.stored:
             parts.append(self.arena.hidden_SE[indices.stored_slots])
         return step, indices, parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -81,8 +81,8 @@ class EagerGraphs(StepGraphs):
     def _captured(self, parts: Sequence[Callable[[], None]]) -> list[Graph]:
         return [Rerun(run, self._kernels) for run in parts]
 
-    def replay(self, step: CapturedStep, *args: Any) -> None:
-        super().replay(step, *args)
+    def _step(self, step: CapturedStep) -> None:
+        super()._step(step)
         if step.padded.size.has_drafts:
             # A copy on its way to the host must not be overwritten.
             step.tokens_T = step.tokens_T.clone()

@@ -331,8 +331,9 @@ def locate(
         write_blocks_T=rows.write_blocks_T,
         write_offsets_T=rows.write_offsets_T,
     )
-    windowed, all_written = list[AttentionBatch](), planned._replace(columns=columns._replace(kv_start=columns.start))
+    windowed = list[AttentionBatch]()
     for table_NM in window_tables:
+        all_written = planned._replace(columns=columns._replace(kv_start=columns.start))
         written = locate_in(all_written, table_NM)
         own = replace(attention, block_table_NM=table_NM, write_blocks_T=written.write_blocks_T, gathers={})
         windowed.append(replace(own, is_all_written=not own.is_padded))

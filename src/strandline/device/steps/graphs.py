@@ -77,9 +77,21 @@ def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
 
 
 class CapturedStep:
-    """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them."""
+    """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them.
 
-    def __init__(self, size: StepSize, block_table: UploadedTable, window_tables: Sequence[UploadedTable]) -> None:
+    Args:
+        pinned: takes what the device may still read or write.
+    """
+
+    def __init__(
+        self,
+        size: StepSize,
+        block_table: UploadedTable,
+        window_tables: Sequence[UploadedTable],
+        kernels: Kernels,
+        pinned: deque[Tensor],
+    ) -> None:
+        self._fetch, self._pinned = kernels[fetch_integers], pinned
         device = block_table.table_NM.device
         self.padded = PaddedStep(size)
         self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
@@ -104,6 +116,45 @@ class CapturedStep:
             self.num_accepted_N = torch.zeros(num_sampled, dtype=torch.int64, device=device)
             self.single_starts_N1 = torch.arange(num_sampled + 1, device=device)
             """Where rows begin in a step of one token of each sequence."""
+
+    def replay(self, host: HostBatch, verdicts: Sequence[int] = ()) -> Tensor:
+        """Compute a step that there is room for, up to the choice of tokens; return its final hidden states.
+
+        Args:
+            verdicts: with drafts, a ``Verdict`` for each row; empty: none is forced.
+        """
+        self.bring(host, verdicts)
+        self.graph.replay()
+        return self.hidden_TE
+
+    def bring(self, host: HostBatch | None, verdicts: Sequence[int] = ()) -> None:
+        """Bring integers and block tables to the device; None: those of no sequence.
+
+        Integers and tokens are moved by kernels, since a copy before and one after a graph take 15 µs on an H200.
+        """
+        size, num_integers = self.padded.size, self.padded.num_integers
+        num_tokens = 0 if size.has_filler else size.num_decodes
+        is_pinned = self.buffer_I.is_cuda
+        pinned_I = torch.zeros(num_integers + num_tokens, dtype=torch.int64, pin_memory=is_pinned)
+        integers_I, self.host_likeliest_N = pinned_I[:num_integers], pinned_I[num_integers:]
+        array_I = integers_I.numpy()
+        if host is not None:
+            self.padded.fill(array_I, host)
+        elif size.has_drafts:
+            self.padded.fill(array_I, build_host_batch([], 0))
+        if verdicts:
+            self.padded.named(array_I)["verdicts"][: len(verdicts)] = verdicts
+        if num_tokens:
+            self.padded.named(array_I)["token_address"][:] = self.host_likeliest_N.data_ptr()
+        self._pinned.append(pinned_I)
+        self._fetch(integers_I, self.buffer_I)
+        if host is None:
+            return
+        num_decodes, tables = host.num_decodes, (self.block_table, *self.window_tables)
+        for table, rows_NM in zip(tables, (host.block_table_NM, *host.window_tables), strict=False):
+            table.write(rows_NM[:num_decodes])
+            if size.num_prompts:
+                table.write(rows_NM[num_decodes:], size.first_prompt)
 
     def finish(self, chosen: Chosen, num_decodes: int) -> None:
         """Replay what needs the tokens that were chosen, if anything does; with drafts, say which of them count.
@@ -154,23 +205,21 @@ class StepGraphs:
     ) -> None:
         """Capture."""
         self._forward, self._last, self._drafter = forward, last, drafter
-        self._arena, self._kernels, self._fetch = forward.arena, forward.kernels, forward.kernels[fetch_integers]
-        self._pinned = deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
-        """What the device may still read or write."""
+        self._arena, self._kernels = forward.arena, forward.kernels
         self._max_model_len = max_model_len
         self._tables: dict[tuple[int, ...], UploadedTable] = {}
         by_rows = sorted(sizes, key=lambda size: (size.has_drafts, size.num_rows, size.num_decodes))
         self._most_decodes = max((size.num_decodes for size in by_rows if not size.has_filler), default=0)
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
         self._pool: Any = None
-        captured = list[CapturedStep]()
+        captured, pinned = list[CapturedStep](), deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
             block_table, *window_tables = (self._table(size, lifetime) for lifetime in self._arena.spec.lifetimes)
-            step = CapturedStep(size, block_table, window_tables)
+            step = CapturedStep(size, block_table, window_tables, self._kernels, pinned)
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
-            self._bring(step, None)
+            step.bring(None)
             if not size.has_filler:
                 step.named["token_address"].fill_(last.tokens_P.data_ptr())
             tails = list[Callable[[], None]]()
@@ -242,7 +291,7 @@ class StepGraphs:
             step.drafts_ND = self._drafter.draft_verified(verified, num_drafts)
             last.drafts_PD[: len(step.drafts_ND), :num_drafts].copy_(step.drafts_ND)
 
-    # Replaying
+    # What is replayed
 
     def find(self, host: HostBatch, *, verifies: bool) -> CapturedStep | None:
         """Return the smallest captured step that has room, and verifies drafts or does not; None: there is none."""
@@ -251,41 +300,3 @@ class StepGraphs:
             return None
         steps = self._with_drafts if verifies else self._plain
         return next((step for step in steps if step.padded.size.has_room_for(host)), None)
-
-    def replay(self, step: CapturedStep, host: HostBatch, verdicts: Sequence[int] = ()) -> None:
-        """Replay a captured step that has room for another, up to the choice of tokens.
-
-        Args:
-            verdicts: with drafts, a ``Verdict`` for each row; empty: none is forced.
-        """
-        self._bring(step, host, verdicts)
-        step.graph.replay()
-
-    def _bring(self, step: CapturedStep, host: HostBatch | None, verdicts: Sequence[int] = ()) -> None:
-        """Bring a step's integers and block tables to the device; None: those of no sequence.
-
-        Integers and tokens are moved by kernels, since a copy before and one after a graph take 15 µs on an H200.
-        """
-        padded, device = step.padded, self._arena.bytes.device
-        size = padded.size
-        num_integers, num_tokens = padded.num_integers, 0 if size.has_filler else size.num_decodes
-        pinned_I = torch.zeros(num_integers + num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
-        integers_I, step.host_likeliest_N = pinned_I[:num_integers], pinned_I[num_integers:]
-        array_I = integers_I.numpy()
-        if host is not None:
-            padded.fill(array_I, host)
-        elif size.has_drafts:
-            padded.fill(array_I, build_host_batch([], 0))
-        if verdicts:
-            padded.named(array_I)["verdicts"][: len(verdicts)] = verdicts
-        if num_tokens:
-            padded.named(array_I)["token_address"][:] = step.host_likeliest_N.data_ptr()
-        self._pinned.append(pinned_I)
-        self._fetch(integers_I, step.buffer_I)
-        if host is None:
-            return
-        num_decodes, tables = host.num_decodes, (step.block_table, *step.window_tables)
-        for table, rows_NM in zip(tables, (host.block_table_NM, *host.window_tables), strict=False):
-            table.write(rows_NM[:num_decodes])
-            if size.num_prompts:
-                table.write(rows_NM[num_decodes:], size.first_prompt)
