@@ -202,7 +202,7 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_quantize(commands: Any) -> None:
-    text = "Write a model with its projections in FP8, NVFP4 or 4-bit integers, in the layout of published models."
+    text = "Write a model with its projections in a quantised format, in the layout of published models."
     parser = commands.add_parser("quantize", help="write a model with quantised weights", description=text)
     parser.add_argument("model", metavar="MODEL", help="a directory, a hub name, or 'demo'")
     add = parser.add_argument

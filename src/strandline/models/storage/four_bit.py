@@ -1,21 +1,11 @@
 """Four-bit weights as files hold them: integers in int32, eight to a number, beside scales and zero points of groups.
 
 A weight is ``(code - zero) * scale``; code and zero are numbers from 0 to 15. Inputs of a group follow one another, or
-a published index says to which group each belongs. The files decide, tensor by tensor, what is quantised: instead of
-``M.weight`` they hold
-
-| packing | codes | scales | zero points | index |
-| --- | --- | --- | --- | --- |
-| compressed-tensors | ``M.weight_packed`` ``[N, K/8]`` | ``M.weight_scale`` ``[N, X]`` | ``M.weight_zero_point``
-``[N/8, X]`` | ``M.weight_g_idx`` |
-| gptq | ``M.qweight`` ``[K/8, N]`` | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | ``M.g_idx`` |
-| awq | ``M.qweight`` ``[K, N/8]``, columns in another order | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | |
+a published index says to which group each belongs. The files decide, tensor by tensor, what is quantised: they hold
+other tensors (``layouts.py``) instead of ``M.weight``.
 
 Zero points of the first version of gptq are published less one, modulo 16. Experts in one tensor, here ``W``, have one
 dimension more; they are symmetric, and of compressed-tensors: ``W_packed`` and so on.
-
-Source: the published layouts ``pack-quantized`` of ``compressed-tensors``, ``gptq`` and ``gptq_v2`` of GPTQModel and
-``gemm`` of AutoAWQ.
 
 Shape suffixes: N rows, K inputs, X groups of inputs.
 """
@@ -33,8 +23,9 @@ from strandline.kernels.gemm.formats.four_bit import FOUR_BIT, GROUPS_FOUR_BIT, 
 from strandline.models.layers.targets import Index, Target
 from strandline.models.storage.coded_storage import StoredCodes
 from strandline.models.storage.codes import Codes
+from strandline.models.storage.layouts import PACKED_COMPRESSED, Packing
 from strandline.models.storage.published import Holders, check_published_shape
-from strandline.models.storage.quantization_config import FourBitScheme, Packing
+from strandline.models.storage.quantization_config import FourBitScheme
 from strandline.models.storage.scales import check_scale
 from strandline.models.storage.weights_files import WeightsFile
 
@@ -50,23 +41,8 @@ FP4_DTYPE: Final = "U8"
 SCALE_DTYPES: Final = {"F16": torch.float16, "BF16": torch.bfloat16}
 """Scales of several dtypes, or of others, are stored in float32."""
 
-AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which four bits of an int32 of AWQ, counted from the lowest, each of eight columns is."""
-
-SUFFIXES: Final[Mapping[Packing, Mapping[str, str]]] = {
-    "compressed-tensors": {
-        "codes": "_packed",
-        "scales": "_scale",
-        "zeros": "_zero_point",
-        "groups": "_g_idx",
-        "shape": "_shape",
-    },
-    "gptq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros", "groups": "g_idx"},
-    "awq": {"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
-}
-
 PackedNames = Mapping[str, str]
-"""The published names of what a weight consists of, by the keys of ``SUFFIXES``."""
+"""The published names of what a weight consists of, by the keys of ``Packing.parts``."""
 
 
 def _is_supported(size: int | None) -> bool:
@@ -143,14 +119,13 @@ class PackedMatrix:
 
 def find_four_bit(holders: Holders, scheme: FourBitScheme) -> dict[str, "PublishedFourBit"]:
     """Return the weights in 4 bits, by their names in a model that is not quantised."""
-    suffixes, found = SUFFIXES[scheme.packing], dict[str, PublishedFourBit]()
-    ending = "" if scheme.packing == "compressed-tensors" else "weight"
+    parts, replaced, found = scheme.packing.parts, scheme.packing.replaced, dict[str, PublishedFourBit]()
     for name, file in holders.items():
-        stem = name.removesuffix(suffixes["codes"])
-        if stem not in ("", name) and (not ending or stem.endswith(".")) and file.dtype(name) != FP4_DTYPE:
-            names = {key: stem + suffix for key, suffix in suffixes.items()}
+        stem = name.removesuffix(parts["codes"])
+        if stem not in ("", name) and (not replaced or stem.endswith(".")) and file.dtype(name) != FP4_DTYPE:
+            names = {key: stem + part for key, part in parts.items()}
             held = {key: part for key, part in names.items() if part in holders}
-            found[stem + ending] = PublishedFourBit(held, scheme, holders)
+            found[stem + replaced] = PublishedFourBit(held, scheme, holders)
     return found
 
 
@@ -191,11 +166,9 @@ def group_size(scales: Sequence[int], shape: tuple[int, ...], scheme: FourBitSch
         scales: the shape of the published scales.
     """
     *outer, num_rows, num_inputs = shape
-    sizes = (size or num_inputs for size in scheme.group_sizes)
-    is_by_row = scheme.packing == "compressed-tensors"
-    for size in sizes:
+    for size in (size or num_inputs for size in scheme.group_sizes):
         count = -(-num_inputs // size)
-        if tuple(scales) == ((*outer, num_rows, count) if is_by_row else (count, num_rows)):
+        if tuple(scales) == ((*outer, num_rows, count) if scheme.packing.is_by_row else (count, num_rows)):
             return size
     return None
 
@@ -225,8 +198,8 @@ def open_packed(
     Raises:
         WeightsError: something is missing, misshapen, of another dtype or out of range.
     """
-    codes, suffixes = names["codes"], SUFFIXES[scheme.packing]
-    is_simple = scheme.packing == "compressed-tensors" and not names.keys() & {"zeros", "groups"}
+    codes, suffixes = names["codes"], scheme.packing.parts
+    is_simple = scheme.packing.is_by_row and not names.keys() & {"zeros", "groups"}
     if len(shape) < 2 or (len(shape) > 2 and not is_simple):
         fault = "in 4 bits are matrices, and several in one tensor if they are symmetric, of compressed-tensors"
         raise WeightsError(f"{codes} stands for a weight of shape {list(shape)}; {fault}")
@@ -255,20 +228,13 @@ class _Codes:
         """Return the codes of some rows, whose last range is that of a matrix, and inputs."""
         *_, num_rows, num_inputs = self.shape
         row_range, input_range = range(num_rows)[rows[-1]], range(num_inputs)[inputs]
-        match self.packing:
-            case "compressed-tensors":
-                codes = self._unpacked((*rows[:-1], _slice(row_range), _numbers_of(input_range)))
-                return codes[:, _places_of(input_range)]
-            case "gptq":
-                codes = self._unpacked((_numbers_of(input_range), _slice(row_range)), is_transposed=True)
-                return codes[:, _places_of(input_range)]
-            case "awq":
-                codes = self._unpacked((_slice(input_range), _numbers_of(row_range)), AWQ_PLACES)
-                return codes[:, _places_of(row_range)].t()
-
-    def _unpacked(self, index: Index, places: Collection[int] | None = None, *, is_transposed: bool = False) -> Tensor:
-        packed = self.file.get(self.name, index).to(self.device).flatten(0, -2)
-        return _unpack(packed.t() if is_transposed else packed, places)
+        packed_range, other_range = (input_range, row_range) if self.packing.packs_inputs else (row_range, input_range)
+        is_last = self.packing.is_by_row == self.packing.packs_inputs  # the packed dimension
+        index = (_slice(other_range), _numbers_of(packed_range))
+        packed = self.file.get(self.name, (*rows[:-1], *(index if is_last else index[::-1])))
+        packed = packed.to(self.device).flatten(0, -2)
+        codes = _unpack(packed if is_last else packed.t(), self.packing.order)[:, _places_of(packed_range)]
+        return codes if self.packing.packs_inputs else codes.t()
 
 
 def _slice(numbers: range) -> slice:
@@ -318,19 +284,17 @@ class _Parts:
 
     def codes(self, device: torch.device | str) -> _Codes:
         *outer, num_rows, num_inputs = self.shape
-        shape = {
-            "compressed-tensors": (*outer, num_rows, _numbers(num_inputs)),
-            "gptq": (_numbers(num_inputs), num_rows),
-            "awq": (num_inputs, _numbers(num_rows)),
-        }[self.scheme.packing]
-        name, file = self._checked("codes", shape, dtype=PACKED_DTYPE)
-        return _Codes(name, file, self.shape, self.scheme.packing, device)
+        packing = self.scheme.packing
+        shape = (num_rows, _numbers(num_inputs)) if packing.packs_inputs else (_numbers(num_rows), num_inputs)
+        whole = (*outer, *(shape if packing.is_by_row else shape[::-1]))
+        name, file = self._checked("codes", whole, dtype=PACKED_DTYPE)
+        return _Codes(name, file, self.shape, packing, device)
 
     def scales(self) -> Tensor:
         """Return ``[..., N, X]``."""
         *outer, num_rows, num_inputs = self.shape
         counts = [-(-num_inputs // (size or num_inputs)) for size in self.scheme.group_sizes]
-        is_by_row = self.scheme.packing == "compressed-tensors"
+        is_by_row = self.scheme.packing.is_by_row
         shapes = ((*outer, num_rows, count) if is_by_row else (count, num_rows) for count in counts)
         scales = self._read("scales", *shapes)
         check_scale(self.names["scales"], scales)
@@ -342,11 +306,11 @@ class _Parts:
         if "zeros" not in self.names:
             zero = torch.tensor(SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
             return zero.expand(*outer, num_rows, num_groups)
-        if self.scheme.packing == "compressed-tensors":
+        if self.scheme.packing.is_by_row:
             packed = self._packed("zeros", (_numbers(num_rows), num_groups)).to(device).t()
         else:
             packed = self._packed("zeros", (num_groups, _numbers(num_rows))).to(device)
-        zero_XN = _unpack(packed, AWQ_PLACES if self.scheme.packing == "awq" else None)[:, :num_rows]
+        zero_XN = _unpack(packed, self.scheme.packing.order)[:, :num_rows]
         return (zero_XN + self.scheme.zero_offset).bitwise_and_(15).t()
 
     def groups(self, num_groups: int) -> Tensor:
@@ -360,7 +324,7 @@ class _Parts:
         group_K, name = self._read("groups", (num_inputs,)), self.names["groups"]
         if group_K.is_floating_point():
             raise WeightsError(f"{name} is stored as {group_K.dtype}; groups are whole numbers")
-        if self.scheme.packing == "compressed-tensors" and bool((group_K == -1).all()):
+        if self.scheme.packing is PACKED_COMPRESSED and bool((group_K == -1).all()):
             return in_order_K  # written where inputs have not been sorted
         for wrong in group_K[(group_K < 0) | (group_K >= num_groups)].tolist():
             raise WeightsError(f"{name} names group {wrong}; there are {num_groups}")

@@ -1,4 +1,6 @@
-"""How published files hold weights in microscaling formats: a row for each layout.
+"""How published files hold weights in codes of a few bits: a row for each layout.
+
+Microscaling formats:
 
 | files | codes | scales | factor |
 | --- | --- | --- | --- |
@@ -8,14 +10,25 @@
 | compressed-tensors, MXFP4 | ``M.weight_packed`` | ``M.weight_scale``, uint8 exponents, of 32 inputs | 1 |
 | MXFP8 | ``M.weight``, e4m3 | ``M.weight_scale`` or ``M.weight_scale_inv``, uint8 exponents, of 32 inputs | 1 |
 
+Integers of 4 bits, eight to an int32:
+
+| files | codes | scales | zero points | index of groups |
+| --- | --- | --- | --- | --- |
+| compressed-tensors | ``M.weight_packed`` ``[N, K/8]`` | ``M.weight_scale`` ``[N, X]`` | ``M.weight_zero_point``
+``[N/8, X]`` | ``M.weight_g_idx`` |
+| gptq | ``M.qweight`` ``[K/8, N]`` | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | ``M.g_idx`` |
+| awq | ``M.qweight`` ``[K, N/8]``, columns in another order | ``M.scales`` ``[X, N]`` | ``M.qzeros`` ``[X, N/8]`` | |
+
 A layout's facts are all in its row; ``quantization_config.py`` recognises it by the names there.
 
 Source: the published layouts of ModelOpt (``NVFP4``, ``W4A16_NVFP4``, ``MXFP8``), and ``nvfp4-pack-quantized``,
-``mxfp4-pack-quantized`` and ``mxfp8-quantized`` of compressed-tensors; Open Compute Project, "OCP Microscaling Formats
-(MX) Specification".
+``mxfp4-pack-quantized``, ``mxfp8-quantized`` and ``pack-quantized`` of compressed-tensors; ``gptq`` and ``gptq_v2`` of
+GPTQModel and ``gemm`` of AutoAWQ; Open Compute Project, "OCP Microscaling Formats (MX) Specification".
+
+Shape suffixes: N rows, K inputs, X groups of inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,7 +70,7 @@ NUMBERS: Final = Bytes("F8_E4M3", 1, 1, lambda codes: codes)
 """Codes of 8 bits, as numbers in e4m3."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
     """How files hold weights in a microscaling format, and how configurations announce it.
 
@@ -164,3 +177,48 @@ MXFP8_LAYOUT: Final = Layout(
 )
 
 LAYOUTS: Final = (NVFP4_MODELOPT, NVFP4_COMPRESSED, MXFP4_COMPRESSED, MXFP4_EXPERTS, MXFP8_LAYOUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """How files hold integers of 4 bits, eight to an int32."""
+
+    name: str
+    """The format's name."""
+    parts: Mapping[str, str]
+    """What follows the name of the weight, less ``replaced``, in the names of its tensors."""
+    replaced: str = ""
+    """The end of the weight's name that these names do not have."""
+    is_by_row: bool = False
+    """Whether tensors begin with rows; else with inputs or groups."""
+    packs_inputs: bool = True
+    """Whether an int32 of codes holds eight inputs; else eight rows. Those of zero points hold eight rows."""
+    order: tuple[int, ...] | None = None
+    """In which four bits of an int32, counted from the lowest, each of eight codes is; None: in order."""
+
+
+PACKED_COMPRESSED: Final = Packing(
+    name="compressed-tensors",
+    parts={
+        "codes": "_packed",
+        "scales": "_scale",
+        "zeros": "_zero_point",
+        "groups": "_g_idx",
+        "shape": "_shape",
+    },
+    is_by_row=True,
+)
+
+GPTQ: Final = Packing(
+    name="gptq",
+    parts={"codes": "qweight", "scales": "scales", "zeros": "qzeros", "groups": "g_idx"},
+    replaced="weight",
+)
+
+AWQ: Final = Packing(
+    name="awq",
+    parts={"codes": "qweight", "scales": "scales", "zeros": "qzeros"},
+    replaced="weight",
+    packs_inputs=False,
+    order=(0, 4, 1, 5, 2, 6, 3, 7),
+)

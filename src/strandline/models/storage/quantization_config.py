@@ -7,18 +7,15 @@ other loaders' module names, and are wrong for some published models.
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
 from strandline.model_config import ModelConfig
-from strandline.models.storage.layouts import LAYOUTS, Layout
+from strandline.models.storage.layouts import AWQ, GPTQ, LAYOUTS, PACKED_COMPRESSED, Layout, Packing
 
 ORDERED: Final = ("group", "dynamic")
 """What ``actorder`` says if the group of each input is published."""
-
-Packing = Literal["compressed-tensors", "gptq", "awq"]
-"""How published files hold 4-bit weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class FourBitScheme:
 
     def __str__(self) -> str:
         sizes = ("one scale per channel" if size is None else f"groups of {size}" for size in self.group_sizes)
-        return f"4 bits ({self.packing}, {', '.join(sizes)})"
+        return f"4 bits ({self.packing.name}, {', '.join(sizes)})"
 
 
 Scheme = Fp8Scheme | FourBitScheme | Layout
@@ -142,11 +139,11 @@ def _read_schemes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
             _require_four_bits(values)
             format = fields.choice("checkpoint_format", ["gptq", "gptq_v2"], default="gptq")
             offset, is_ordered = 1 if format == "gptq" else 0, fields.flag("desc_act", default=False)
-            return (FourBitScheme("gptq", (_read_group_size(fields),), offset, is_ordered=is_ordered),)
+            return (FourBitScheme(GPTQ, (_read_group_size(fields),), offset, is_ordered=is_ordered),)
         case "awq":
             _require_four_bits(values)
             fields.choice("version", ["gemm", "GEMM"], default="gemm")
-            return (FourBitScheme("awq", (_read_group_size(fields),)),)
+            return (FourBitScheme(AWQ, (_read_group_size(fields),)),)
         case str(method) if method.startswith("modelopt"):
             return _read_modelopt(values)
         case None if "quant_algo" in values or "quantization" in values:
@@ -225,7 +222,7 @@ def _read_compressed(format: str, groups: list[Fields]) -> Scheme:
             has_zeros = not any(group.flag("symmetric", default=True) for group in groups)
             is_ordered = all(group.value("actorder") in (True, *ORDERED) for group in groups)
             sizes = tuple(dict.fromkeys(map(_read_group, groups)))
-            return FourBitScheme("compressed-tensors", sizes, has_zeros=has_zeros, is_ordered=is_ordered)
+            return FourBitScheme(PACKED_COMPRESSED, sizes, has_zeros=has_zeros, is_ordered=is_ordered)
     layout = COMPRESSED_LAYOUTS[format]
     for group in groups:
         if group.size("group_size", default=layout.group) != layout.group:

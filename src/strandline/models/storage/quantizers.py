@@ -27,7 +27,7 @@ from strandline.kernels.gemm.formats.four_bit import SYMMETRIC_ZERO
 from strandline.kernels.gemm.formats.fp4 import E2M1
 from strandline.kernels.rowwise.quantized_rows import MAX_E4M3
 from strandline.models.storage.four_bit import PER_NUMBER
-from strandline.models.storage.layouts import MXFP8_LAYOUT, NVFP4_COMPRESSED, Layout
+from strandline.models.storage.layouts import MXFP8_LAYOUT, NVFP4_COMPRESSED, PACKED_COMPRESSED, Layout
 from strandline.models.storage.quantization_config import (
     Block,
     FourBitScheme,
@@ -198,6 +198,7 @@ class Int4Quantizer:
     """See ``Quantizer``."""
 
     group: int = GROUP_INT4
+    parts: ClassVar[Mapping[str, str]] = PACKED_COMPRESSED.parts
     takes_drafts: ClassVar[bool] = False
     has_factor: ClassVar[bool] = False
 
@@ -215,11 +216,13 @@ class Int4Quantizer:
         rounded_NXG = (weight_NXG / scale_NX1).round_().clamp_(-SYMMETRIC_ZERO, SYMMETRIC_ZERO - 1)
         code_NK = (rounded_NXG + SYMMETRIC_ZERO).to(torch.int32).view(len(weight_NK), -1, PER_NUMBER)
         packed = (code_NK << torch.arange(0, 4 * PER_NUMBER, 4, dtype=torch.int32)).sum(2, dtype=torch.int32)
-        return QuantizedRows({"_packed": packed, "_scale": scale_NX}, (rounded_NXG * scale_NX1).flatten(1))
+        return QuantizedRows(
+            {self.parts["codes"]: packed, self.parts["scales"]: scale_NX}, (rounded_NXG * scale_NX1).flatten(1)
+        )
 
     def once(self, shape: Sequence[int], largest: Tensor) -> Parts:
         """See ``Quantizer``."""
-        return {"_shape": torch.tensor(shape)}
+        return {self.parts["shape"]: torch.tensor(shape)}
 
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
@@ -236,7 +239,7 @@ def quantizer_of(scheme: Scheme) -> Quantizer | None:
             return Mxfp8Quantizer()
         case Layout() if not scheme.has_exponents:
             return Fp4Quantizer(scheme)
-        case FourBitScheme("compressed-tensors", (int(group), *_), has_zeros=False):
+        case FourBitScheme(packing, (int(group), *_), has_zeros=False) if packing is PACKED_COMPRESSED:
             return Int4Quantizer(group)
     return None
 

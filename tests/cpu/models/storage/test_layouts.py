@@ -1,5 +1,6 @@
 """A format of codes is its rows: one that no source file names is recognised, loaded and multiplied."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from strandline.kernels.gemm.formats.coded import CodedFormat, draw_bits
 from strandline.kernels.gemm.formats.mxfp8 import LAUNCHES, pack_bytes, unpack_bytes
 from strandline.models.layers.experts import Experts
 from strandline.models.storage import layouts, quantization_config
-from strandline.models.storage.layouts import EXPONENTS, LAYOUTS, Bytes, Layout
+from strandline.models.storage.layouts import AWQ, EXPONENTS, GPTQ, LAYOUTS, PACKED_COMPRESSED, Bytes, Layout
+from strandline.models.storage.quantizers import QUANTIZERS
 from tests.cpu.models import families, microscaled
 from tests.cpu.models.fp8 import Tensors, change_tensors
 from tests.cpu.models.quantized import assert_same_weights, check, load, logits
@@ -79,12 +81,20 @@ def test_random_weights_need_no_more(published: tuple[Path, Path]) -> None:
     assert bool(logits(model).isfinite().all())
 
 
+def test_documentation_names_every_layout_and_written_format() -> None:
+    page = (Path(__file__).parents[4] / "docs/quantization.md").read_text()
+    names = [name for layout in LAYOUTS for name in announcements(layout)]
+    names += [packing.name for packing in (PACKED_COMPRESSED, GPTQ, AWQ)] + list(QUANTIZERS)
+    assert [name for name in names if not re.search(rf"`[^`]*\b{re.escape(name)}\b[^`]*`", page)] == []
+
+
+def announcements(layout: Layout) -> list[str]:
+    """Return what configurations say of a layout."""
+    return [name for name in (layout.quant_method, layout.compressed, *layout.algorithms) if name is not None]
+
+
 def test_configurations_announce_every_layout_in_one_way_only() -> None:
-    assert all(layout.quant_method or layout.compressed or layout.algorithms for layout in LAYOUTS)
-    announced = [
-        *(layout.quant_method for layout in LAYOUTS if layout.quant_method),
-        *(layout.compressed for layout in LAYOUTS if layout.compressed),
-        *(algorithm for layout in LAYOUTS for algorithm in layout.algorithms),
-    ]
+    assert all(map(announcements, LAYOUTS))
+    announced = [name for layout in LAYOUTS for name in announcements(layout)]
     assert len(set(announced)) == len(announced)
     assert tuple(value for value in vars(layouts).values() if isinstance(value, Layout)) == LAYOUTS
