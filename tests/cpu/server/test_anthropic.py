@@ -36,6 +36,19 @@ def test_message_equals_offline_answer_and_counts_cached_tokens(server: ServerPr
     assert answer["usage"] == {**counts, "output_tokens": 20}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_message_has_the_account_of_its_lookup(server: ServerProcess, stream: bool) -> None:
+    body = {**QUESTION, "cache_salt": f"account {stream}", "include_cache_account": True, "stream": stream}
+    for expected in (0, len(PROMPT)):
+        text = server.post("/v1/messages", **body).text
+        lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("{", "data: "))]
+        [*_, usage] = [each["usage"] for each in map(json.loads, lines) if "usage" in each]
+        account = usage["cache"]
+        assert account["queried"] == len(PROMPT)
+        assert account["hit"] == usage["cache_read_input_tokens"] == expected
+        assert sum(miss["tokens"] for miss in account["misses"]) == usage["input_tokens"]
+
+
 def test_models_have_the_fields_of_anthropics_api(server: ServerProcess) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
         page = client.models.list()

@@ -1,7 +1,7 @@
 """``/v1/messages``: Anthropic's API for text, reasoning and client tools."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 from uuid import uuid4
 
 from fastapi import Request
@@ -25,7 +25,7 @@ from strandline.server.requests.request_bodies import Objects, Strings, check_ex
 from strandline.server.requests.service import Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.tools import Toolbox
-from strandline.server.requests.usage_and_logprobs import Json
+from strandline.server.requests.usage_and_logprobs import Json, cache_account
 from strandline.text.chat_messages import MessageError
 from strandline.text.frontend import CheckedParams
 from strandline.text.picture_placeholders import PicturePlaceholders
@@ -37,6 +37,13 @@ THINKING: Mapping[str, dict[str, Any]] = {
     "adaptive": {},  # the template's default
 }
 """Types of ``thinking``, and the template's options."""
+FOREIGN: Final[Mapping[str, str]] = {
+    "instructions": "system",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+"""Fields of other APIs, and what this one has instead."""
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
@@ -133,6 +140,7 @@ class MessagesBody(CountBody):
     output_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = False
+    include_cache_account: bool = False
 
     def sampling_params(self, defaults: Mapping[str, Any], *, has_budgets: bool) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
@@ -143,7 +151,7 @@ class MessagesBody(CountBody):
         Raises:
             RequestError: a value is out of range, or the body asks for what is not supported.
         """
-        check_extra(self.model_extra)
+        check_extra(self.model_extra, foreign=FOREIGN)
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
         name, wanted = "output_format", self.output_format
@@ -180,6 +188,7 @@ class Message:
         self._parser = service.output_format.parser(prompt.text or "", box.schemas, prompt.continued)
         self._blocks = Blocks()
         self._returns_token_ids = bool(body.return_token_ids)
+        self._with_account = body.include_cache_account
         self._token_ids: list[int] = []
         self.job = service.client.submit(self._head["id"], [prompt], params, salt)
 
@@ -234,12 +243,14 @@ class Message:
 
     def _usage(self, delta: RequestDelta) -> Json:
         """Count tokens up to a delta; cached tokens are counted separately, as in Anthropic's API."""
-        return {
-            "input_tokens": len(self.job.streams[0].prompt_ids) - delta.num_cached_tokens,
+        [stream] = self.job.streams
+        usage: Json = {
+            "input_tokens": len(stream.prompt_ids) - delta.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": delta.num_cached_tokens,
             "output_tokens": sum(output.num_tokens for output in delta.outputs),
         }
+        return {**usage, "cache": cache_account(stream)} if self._with_account else usage
 
 
 async def create_message(service: Service, body: MessagesBody, request: Request) -> Response:

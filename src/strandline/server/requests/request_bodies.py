@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
@@ -52,7 +52,7 @@ WITHOUT_EFFECT: Final = frozenset(
     {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
     | {"spaces_between_special_tokens"}
     | {"service_tier", "store", "tool_choice", "user"}
-    | {"container", "context_management", "diagnostics", "speed"}  # of Anthropic's API
+    | {"cache_control", "container", "context_management", "diagnostics", "speed"}  # of Anthropic's API
 )
 """Fields that are accepted and have no effect."""
 
@@ -162,6 +162,9 @@ class SamplingFields(BaseModel):
 class SamplingBody(SamplingFields):
     """Fields that requests for completions share, of texts and of chats."""
 
+    foreign: ClassVar[Mapping[str, str]] = {}
+    """Fields of other APIs, and what this one has instead."""
+
     model: str | None = None
     n: int | None = None
     stream: bool | None = False
@@ -199,7 +202,7 @@ class SamplingBody(SamplingFields):
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
-        check_extra(self.model_extra)
+        check_extra(self.model_extra, foreign=self.foreign)
         values = {STRUCTURED: self.structure(), **defaults, **self.given(), **more}
         if self.logprob_token_ids is not None and values.get("logprobs") is None:
             raise RequestError("logprob_token_ids needs logprobs, which is not set", param="logprob_token_ids")
@@ -226,6 +229,8 @@ class SamplingBody(SamplingFields):
 class CompletionBody(SamplingBody):
     """Body of ``/v1/completions``."""
 
+    foreign = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "stop_sequences": "stop"}
+
     prompt: Prompts
     max_tokens: int | None = 16
     logprobs: Count | None = None
@@ -236,6 +241,13 @@ class CompletionBody(SamplingBody):
 
 class ChatBody(SamplingBody):
     """Body of ``/v1/chat/completions``."""
+
+    foreign = {
+        "instructions": "a message of the role system",
+        "max_output_tokens": "max_completion_tokens",
+        "stop_sequences": "stop",
+        "system": "a message of the role system",
+    }
 
     messages: Annotated[Objects, Field(min_length=1)]
     max_tokens: int | None = None
@@ -296,17 +308,21 @@ def check_extra(
     fields: Mapping[str, Any] | None,
     not_served: Mapping[str, tuple[Any, ...]] = NOT_SERVED,
     without_effect: Collection[str] = WITHOUT_EFFECT,
+    foreign: Mapping[str, str] | None = None,
 ) -> None:
-    """Reject unsupported fields that would change the answer; log unknown ones.
+    """Reject unsupported fields that would change the answer, and fields of other APIs; log unknown ones.
 
     Args:
         not_served: unsupported fields, and the values (besides null) that do not change the answer.
         without_effect: fields that are accepted and have no effect.
+        foreign: fields of other APIs, and what this one has instead.
 
     Raises:
         RequestError: such a field is set.
     """
     for name, value in (fields or {}).items():
+        if foreign is not None and name in foreign and value is not None:
+            raise RequestError(f"this API has no {name}; send {foreign[name]}", param=name)
         if name in not_served and value is not None and value not in not_served[name]:
             instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
             raise RequestError(f"{name} is not supported, got {value!r:.100}{instead}", param=name)
