@@ -85,7 +85,7 @@ class EagerGraphs(StepGraphs):
         super()._step(step)
         if step.padded.size.has_drafts:
             # A copy on its way to the host must not be overwritten.
-            step.tokens_T = step.tokens_T.clone()
+            step.tokens_T = step.named["next_ids"].clone()
 
     def _batch(self, step: CapturedStep, tables: VerificationTables | None) -> DeviceBatch:
         self._replayed = step
