@@ -10,7 +10,7 @@ from case import Launch, Work, bound, case, random, turns
 from operands import bind_norm
 from torch import Tensor
 
-from strandline.device.batches.adapter_tiles import HostTiles
+from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.hardware.upload import upload_together
 from strandline.kernels.gemm.linear import linear
 from strandline.kernels.gemm.low_rank import AdapterWeights, LowRankTerm, TiledRows
@@ -50,7 +50,7 @@ def adapters(shape: Shape, rows: int, slots: int) -> Work:
     count = turns(2.0 * shape.num_inputs * num_outputs, at_least=2)
     x_TI = random(rows, shape.num_inputs)
     norm = bind_norm("dense", random(shape.num_inputs))
-    tiles = HostTiles.of(torch.arange(rows).remainder(slots).cpu().numpy())
+    tiles = tile_rows(torch.arange(rows).remainder(slots).cpu().numpy())
     tiled = TiledRows(*upload_together(tiles, x_TI.device))
     parts = torch.arange(len(shape.parts), dtype=torch.int32)
     part_O = parts.repeat_interleave(torch.tensor(shape.parts))

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from strandline.device.batches.adapter_tiles import HostTiles
+from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.batches.batch import DeviceBatch, build_host_batch, to_device
 from strandline.device.batches.padded_step import StepSize, single_rows
 from strandline.device.batches.prompt_room import MAX_PROMPTS, PromptRoom
@@ -197,9 +197,7 @@ class EagerGraphs(StepGraphs):
             tile_slots_M = tiled.slots_U.numpy().repeat(TILE_ROWS)
             is_used_M = (tile_slots_M != NO_SLOT) & (tiled.rows_M.numpy() != NO_ROW)
             slots_T[tiled.rows_M.numpy()[is_used_M]] = tile_slots_M[is_used_M]
-            self._adapters.compute_with(
-                TiledRows(*upload_together(HostTiles.of(slots_T[rows]), captured.buffer_I.device))
-            )
+            self._adapters.compute_with(TiledRows(*upload_together(tile_rows(slots_T[rows]), captured.buffer_I.device)))
         return compact, rows
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.device.batches.adapter_tiles import HostTiles
+from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.hardware.upload import upload_together
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.models.adapter_slots import SlotSizes
@@ -36,7 +36,7 @@ def read(directory: Path, factors: Factors) -> AdapterFiles:
 
 
 def tiled_rows(slots_T: np.ndarray) -> TiledRows:
-    return TiledRows(*upload_together(HostTiles.of(slots_T), torch.device("cpu")))
+    return TiledRows(*upload_together(tile_rows(slots_T), torch.device("cpu")))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strandline.device.batches.adapter_tiles import HostTiles
+from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.batches.picture_rows import place_pictures
 from strandline.device.hardware.upload import upload_groups
 from strandline.ids import NO_TOKEN, NULL_SLOT
@@ -270,7 +270,7 @@ def to_device(
     state_dst = np.where(host.columns.num_drafts > 0, NULL_SLOT, host.columns.state_dst)
     of_sequences = host.columns._replace(state_dst=state_dst)
     offsets = () if host.picture_offsets is None else host.picture_offsets
-    tiles = () if host.adapter_slots_N is None else HostTiles.of(host.adapter_slots_T)
+    tiles = () if host.adapter_slots_N is None else tile_rows(host.adapter_slots_T)
     whole, sequences, chunk_columns, windows, replayed, tiled, others_T = upload_groups(
         [
             (host.token_ids_T, host.query_starts_N1, host.cut_rows_C, offsets, host.block_table_NM),

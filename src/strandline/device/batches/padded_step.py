@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
+from strandline.device.batches.adapter_tiles import most_tiles, tile_rows
 from strandline.device.batches.batch import DeviceBatch, HostBatch, HostLengths, HostReplay, locate
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
@@ -336,7 +336,7 @@ class PaddedStep:
             slots_T[:num_rows] = own_T[:num_rows]
             slots_T[size.num_decode_rows :][: len(own_T) - num_rows] = own_T[num_rows:]
             named["adapter_slots"].fill(NO_SLOT)
-            for name, values in zip(ADAPTER_COLUMNS, HostTiles.of(slots_T), strict=True):
+            for name, values in zip(ADAPTER_COLUMNS, tile_rows(slots_T), strict=True):
                 named[name][: len(values)] = values
 
     def gap(self, host: HostBatch) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.device.batches.adapter_tiles import HostTiles, most_tiles
+from strandline.device.batches.adapter_tiles import most_tiles, tile_rows
 from strandline.kernels.gemm.linear import gated_linear, linear
 from strandline.kernels.gemm.low_rank import (
     NO_SLOT,
@@ -96,10 +96,10 @@ def build(case: Case, dtype: torch.dtype, device: str) -> AdapterWeights:
 
 def tiles(slots_T: Sequence[int], num_slots: int, device: str) -> TiledRows:
     """Return the rows' tiles as a CUDA graph has them: with unused ones, whose rows are not read."""
-    host = HostTiles.of(np.array(slots_T))
+    own_rows_M, own_slots_U, _ = map(torch.from_numpy, tile_rows(np.array(slots_T)))
     count = most_tiles(len(slots_T), num_slots)
     rows_M, slots_U = torch.full((count * TILE_ROWS,), 7), torch.full((count,), NO_SLOT)
-    rows_M[: len(host.rows_M)], slots_U[: len(host.slots_U)] = map(torch.from_numpy, host[:2])
+    rows_M[: len(own_rows_M)], slots_U[: len(own_slots_U)] = own_rows_M, own_slots_U
     return TiledRows(rows_M.to(device), slots_U.to(device), torch.tensor(slots_T, device=device))
 
 
@@ -250,7 +250,7 @@ def test_inputs_that_lie_apart_are_copied() -> None:
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 40, 64])
 def test_tiles_hold_every_row_with_its_slot(num_rows: int, num_slots: int) -> None:
     for slots in (random_slots(num_rows, num_slots), [row % num_slots for row in range(num_rows)], [NONE] * num_rows):
-        rows_M, slots_U, slots_T = HostTiles.of(np.array(slots))
+        rows_M, slots_U, slots_T = tile_rows(np.array(slots))
         assert slots_T.tolist() == slots
         assert len(slots_U) <= most_tiles(num_rows, num_slots)
         found = dict(zip(rows_M.tolist(), slots_U.repeat(TILE_ROWS).tolist(), strict=True))
