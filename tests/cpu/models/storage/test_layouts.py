@@ -16,9 +16,12 @@ from strandline.models.storage.layouts import AWQ, EXPONENTS, GPTQ, LAYOUTS, PAC
 from strandline.models.storage.quantizers import QUANTIZERS
 from tests.cpu.models import families, microscaled
 from tests.cpu.models.fp8 import Tensors, change_tensors
-from tests.cpu.models.quantized import assert_same_weights, check, load, logits
+from tests.cpu.models.quantized import assert_same_weights, check, load, logits, values_of
 from tests.cpu.models.storage.test_stored_formats import SIZES
 from tests.cpu.models.test_weights import unfuse_experts
+
+ROOT = Path(__file__).parents[4]
+SOURCE = ROOT / "src/strandline"
 
 STEP = 2.0**-6
 """Least distance of numbers."""
@@ -79,10 +82,20 @@ def test_random_weights_need_no_more(published: tuple[Path, Path]) -> None:
     directory, _ = published
     model = load(directory, keeps_quantized=True, load_format="dummy")
     assert bool(logits(model).isfinite().all())
+    spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
+    assert 0.5 < float(spread) < 1.5
+
+
+def test_only_rows_and_quantisers_import_formats_of_layouts() -> None:
+    modules = "|".join({layout.format.name.lower() for layout in LAYOUTS})
+    importing = re.compile(rf"formats\.({modules}) import|formats import .*\b({modules})\b")
+    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if importing.search(path.read_text())}
+    outside = {name for name in found if not name.startswith("kernels/gemm/formats/")}
+    assert outside == {"models/storage/layouts.py", "models/storage/quantizers.py"}
 
 
 def test_documentation_names_every_layout_and_written_format() -> None:
-    page = (Path(__file__).parents[4] / "docs/quantization.md").read_text()
+    page = (ROOT / "docs/quantization.md").read_text()
     names = [name for layout in LAYOUTS for name in announcements(layout)]
     names += [packing.name for packing in (PACKED_COMPRESSED, GPTQ, AWQ)] + list(QUANTIZERS)
     assert [name for name in names if not re.search(rf"`[^`]*\b{re.escape(name)}\b[^`]*`", page)] == []
