@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from strandline.ids import NO_TOKEN, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
+from strandline.ids import NO_TOKEN, NULL_LOG, NULL_SLOT, LogId, PendingToken, RequestId, SlotId
 from strandline.records.actions import Action, Completion
 from strandline.records.pictures import Picture, PictureSpan
 from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
@@ -107,6 +107,22 @@ class SequencePlan(NamedTuple):
     def is_verification(self) -> bool:
         """Whether it computes its certain token and drafts alone."""
         return self.end - self.start == 1 + self.num_drafts and not self.cuts and self.is_sampled
+
+    def stateless(self, start: int, token_ids: tuple[int, ...], kv_start: int) -> "SequencePlan":
+        """Return the plan of tokens that a drafter computes in the sequence's blocks, from ``start`` on."""
+        return self._replace(
+            start=start,
+            end=start + len(token_ids),
+            token_ids=token_ids,
+            kv_start=kv_start,
+            cuts=(),
+            pending=PendingToken.NONE,
+            is_prefill=False,
+            log=NULL_LOG,
+            num_logged=0,
+            num_drafts=0,
+            window_blocks=(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

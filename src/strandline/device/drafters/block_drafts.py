@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.batches.padded_step import room_of
 from strandline.device.sampling.divided_sampling import likeliest
-from strandline.device.steps.drafter import Drafts, StepRows, Verified, stateless_plan
+from strandline.device.steps.drafter import Drafts, StepRows, Verified
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN
 from strandline.kernels.batch import StepBatch
@@ -134,4 +134,4 @@ def _block_plan(sequence: SequencePlan, sampled: Sequence[int], block: DraftBloc
     """Return the block after a step: from the newest token, which is the last that was sampled."""
     start = sequence.end - sequence.num_drafts + len(sampled) - 1
     masks = (block.mask_token_id,) * (sequence.next_drafts - 1 + block.first_row)
-    return stateless_plan(sequence, start, (sampled[-1], *masks), sequence.kv_start)._replace(pictures=())
+    return sequence.stateless(start, (sampled[-1], *masks), sequence.kv_start)._replace(pictures=())

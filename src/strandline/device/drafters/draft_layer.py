@@ -25,7 +25,7 @@ from torch import Tensor
 from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.batches.padded_step import single_rows
 from strandline.device.sampling.divided_sampling import likeliest
-from strandline.device.steps.drafter import Drafts, StepRows, Verified, stateless_plan
+from strandline.device.steps.drafter import Drafts, StepRows, Verified
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -78,7 +78,7 @@ def _pairs(index: int, rows: StepRows) -> Pairs | None:
         start, kv_start = start - 1, kv_start - (kv_start % BLOCK_TOKENS > 0)
     if not tokens:
         return None
-    plan = stateless_plan(sequence, start, tokens, kv_start)
+    plan = sequence.stateless(start, tokens, kv_start)
     return Pairs(index, plan, first_row or 0, stored_row, num_drafts, is_open and rows.sampled is None)
 
 
@@ -93,7 +93,7 @@ def _further_plan(pair: Pairs, index: int) -> SequencePlan:
     last = pair.num_drafts - 2
     position = pair.plan.end + min(index, last)
     kv_start = pair.plan.kv_start if index <= last else position + 1
-    return stateless_plan(pair.plan, position, (SAMPLED,), kv_start)
+    return pair.plan.stateless(position, (SAMPLED,), kv_start)
 
 
 class DraftLayer:

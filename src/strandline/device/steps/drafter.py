@@ -5,7 +5,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from strandline.ids import NULL_LOG, PendingToken
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.sampling.verification import AcceptedDrafts
 from strandline.kernels.step import PlannedStep
@@ -25,23 +24,6 @@ class StepRows(NamedTuple):
     sampled: Mapping[int, Sequence[int]] | None
     """By index, tokens that were sampled after the certain ones; None: they are on the device, one of each sequence
     that is sampled."""
-
-
-def stateless_plan(sequence: SequencePlan, start: int, token_ids: tuple[int, ...], kv_start: int) -> SequencePlan:
-    """Return the plan of tokens that a drafter computes in a sequence's blocks."""
-    return sequence._replace(
-        start=start,
-        end=start + len(token_ids),
-        token_ids=token_ids,
-        kv_start=kv_start,
-        cuts=(),
-        pending=PendingToken.NONE,
-        is_prefill=False,
-        log=NULL_LOG,
-        num_logged=0,
-        num_drafts=0,
-        window_blocks=(),
-    )
 
 
 class Drafts(NamedTuple):
