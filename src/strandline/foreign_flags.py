@@ -8,6 +8,10 @@ from typing import Final
 
 _STATES: Final = "states and keys and values share one memory, which --memory or --gpu-memory-utilization sets"
 _LOGGING: Final = "requests are logged only with --enable-log-requests"
+_GRAPHS: Final = "not needed: CUDA graphs are captured for the sizes of steps"
+_GRAMMARS: Final = "there is one backend, llguidance"
+_KERNELS: Final = "kernels are chosen for the device"
+_STATE_DTYPE: Final = "states are float32 unless the model's configuration says otherwise"
 _DETECTED: Final = "detected in the model's files"
 
 FOREIGN_FLAGS: Final[Mapping[str, str]] = {
@@ -31,7 +35,7 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--kv-cache-memory-bytes": "use --memory, the size for keys, values and states together",
     "--max-cpu-loras": "not needed: all adapters that are loaded are in host memory",
     "--compilation-config": "not needed: use --enforce-eager to disable CUDA graphs",
-    "--generation-config": "the model's generation_config.json always gives the defaults of sampling",
+    "--generation-config": "the defaults of sampling are the model's: see --override-generation-config",
     "--runner": "not needed: one server generates, scores and embeds",
     "--task": "not needed: one server generates, scores and embeds",
     "--tokenizer-mode": _DETECTED,
@@ -39,6 +43,25 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--disable-log-requests": _LOGGING,
     "--disable-log-stats": "not needed: statistics are in /metrics, not in the log",
     "--root-path": "have the proxy remove the path",
+    "--config": "give the flags themselves",
+    "--hf-token": "set HF_TOKEN",
+    "--hf-overrides": "change the model's config.json",
+    "--tokenizer-revision": "name a directory with the revision's files instead, as --tokenizer",
+    "--attention-backend": _KERNELS,
+    "--guided-decoding-backend": _GRAMMARS,
+    "--structured-outputs-config": _GRAMMARS,
+    "--cpu-offload-gb": "weights are not offloaded",
+    "--mamba-cache-dtype": _STATE_DTYPE,
+    "--mamba-ssm-cache-dtype": _STATE_DTYPE,
+    "--num-gpu-blocks-override": "use --memory",
+    "--no-enable-chunked-prefill": "prefill is always chunked: see --max-num-batched-tokens",
+    "--cudagraph-capture-sizes": _GRAPHS,
+    "--max-seq-len-to-capture": _GRAPHS,
+    "--disable-hybrid-kv-cache-manager": "not needed: blocks and states of all layers share one memory",
+    "--exclude-tools-when-tool-choice-none": "the prompt has all tools whatever the choice, so that it hits alike",
+    "--tool-parser-plugin": "the formats of --tool-call-parser are part of the package",
+    "--api-server-count": "one HTTP process serves all engines",
+    "--disable-uvicorn-access-log": _LOGGING,
     # SGLang's.
     "--model-path": "the model is an argument without a flag: strandline serve MODEL",
     "--tokenizer-path": "use --tokenizer",
@@ -60,7 +83,10 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--dp": "use --data-parallel-size or -dp",
     "--pp": "pipeline parallelism is not supported yet",
     "--ep": "experts are divided among the ranks of --tensor-parallel-size",
-    "--grammar-backend": "there is one backend, llguidance",
+    "--grammar-backend": _GRAMMARS,
+    "--page-size": "blocks always have 64 tokens, and hits are exact to the token",
+    "--enable-cache-report": "responses always have cached_tokens",
+    "--cuda-graph-max-bs": _GRAPHS,
     "--speculative-algorithm": "use --speculative-config",
     "--speculative-num-steps": "use --speculative-config",
     "--speculative-num-draft-tokens": "use --speculative-config",

@@ -87,7 +87,7 @@ class Ingress:
         self, handle: DeploymentHandle, engine: EngineConfig, server: ServerConfig, fleet: str, router: str
     ) -> None:
         template = read_template(server.chat_template)
-        defaults = default_sampling_params(find_model(engine.model))
+        defaults = default_sampling_params(find_model(engine.model), server.override_generation_config)
         vocabulary = load_vocabulary(engine)
         limits = msgspec.msgpack.decode(await handle.limits.remote(), type=Limits)
         # Each call brings its pictures: any replica may run it.

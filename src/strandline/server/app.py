@@ -40,6 +40,7 @@ from strandline.server.requests.request_bodies import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    chat_options,
     check_continuation,
     check_extra,
 )
@@ -204,7 +205,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=check_continuation(body.continue_final_message, body.add_generation_prompt),
                 tools=toolbox(body.tools, None).tools,
-                template_options=body.chat_template_kwargs,
+                template_options=chat_options(body.reasoning_effort, body.chat_template_kwargs),
                 salt=service.salt_of(request, body.cache_salt, body.model),
             )
         max_model_len = service.client.frontend.limits.max_model_len

@@ -2,21 +2,22 @@
 
 import re
 import ssl
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2s
 from math import inf
 from typing import Any, Final
 
-from strandline.config import parse_bytes
+from strandline.config import flag, parse_bytes
 from strandline.env import API_KEY, read_api_key
-from strandline.errors import ConfigError
+from strandline.errors import ConfigError, RequestError
 from strandline.log_format import LOG_FORMATS
 from strandline.server.engines.tenants import KeyLimits, Tenant, owner_digest
 from strandline.server.http.cross_origin import ORIGIN, TOKEN, CrossOrigin
 from strandline.server.http.host_names import is_local, parse_host
 from strandline.server.http.tls import TlsFiles
 from strandline.server.keys_file import LIMITS, NamedKey, check_limit, read_keys_file
+from strandline.text.prompts import check_template_options
 
 CACHE_PAGES: Final = ("auto", "text", "counts", "off")
 MAX_BODY_BYTES: Final = 8 * 2**20
@@ -53,6 +54,10 @@ class ServerConfig:
     """Requests share cached prefixes only with requests of the same key."""
     chat_template: str | None = None
     """A file, or the template itself."""
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for requests that do not set them."""
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters that take the place of those in the model's ``generation_config.json``."""
     parse_special_tokens: bool = False
     """Parse control tokens in user and tool messages, as vLLM does, instead of treating them as plain text."""
     keep_client_telemetry: bool = False
@@ -124,6 +129,13 @@ class ServerConfig:
             raise ConfigError(f"--stream-interval must be at least 1, got {self.stream_interval}")
         if not 0 <= self.stream_ping_interval_s < inf:
             raise ConfigError(f"--stream-ping-interval-s must be at least 0, got {self.stream_ping_interval_s:g}")
+        for name in ("default_chat_template_kwargs", "override_generation_config"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise ConfigError(f"{flag(name)} must be a mapping, got {value!r:.100}")
+        try:
+            check_template_options(self.default_chat_template_kwargs)
+        except RequestError as error:
+            raise ConfigError(f"{flag('default_chat_template_kwargs')}: {error}") from error
         self.cross_origin()
         self.tls()
         for limit in LIMITS:

@@ -77,6 +77,10 @@ def _add_tls_flags(add: Any) -> None:
 
 def _add_format_flags(add: Any) -> None:
     add("--chat-template", metavar="FILE", help="Jinja template: a file, the text itself, or strict")
+    text = "variables of the chat template for requests that do not set them, such as '{\"enable_thinking\": false}'"
+    add("--default-chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help=text)
+    text = "defaults of sampling instead of the model's, such as '{\"temperature\": 0.7}'"
+    add("--override-generation-config", type=_json_object, default={}, metavar="JSON", help=text)
     text = "parse control tokens in user and tool messages instead of treating them as plain text"
     add("--parse-special-tokens", action="store_true", help=text)
     text = "keep the telemetry that clients write into system prompts, such as x-anthropic-billing-header"
@@ -125,6 +129,17 @@ def _add_cross_origin_flags(add: Any) -> None:
     text = "%s that they may use, as a JSON list (default: all)"
     for name in ("methods", "headers"):
         add(f"--allowed-{name}", type=_json_strings, default=("*",), metavar="JSON", help=text % name)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"""must be a JSON object, such as '{{"name": 1}}'; got {text!r:.200}""")
+    return value
 
 
 def _json_strings(text: str) -> list[str]:

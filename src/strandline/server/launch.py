@@ -89,7 +89,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
     _cancel_on_sigterm()
     template = read_template(server.chat_template)
     keys = server.key_salts()
-    defaults = default_sampling_params(find_model(engine.model))
+    defaults = default_sampling_params(find_model(engine.model), server.override_generation_config)
     vocabulary = load_vocabulary(engine)
     trials = GrammarTrials(vocabulary.grammars, server.request_timeout_s)  # before there are threads
     async with AsyncExitStack() as stack:
@@ -189,6 +189,7 @@ def make_service(
         REASONING_FIELDS[server.reasoning_field],
         server.parse_special_tokens,
         server.keep_client_telemetry,
+        server.default_chat_template_kwargs,
         kv_transfer=engine.kv_transfer,
         pictures=new_loader(engine, find_model(engine.model)),
         try_grammar=try_grammar,

@@ -1,11 +1,12 @@
 """A model's directory and its plain JSON files, which can be read without other libraries."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, RequestError, cause_of
+from strandline.json_options import read_json_option
 from strandline.model_config import check_architecture, decode_floats, read_json_object
 from strandline.records.sampling_params import SamplingParams
 
@@ -19,6 +20,8 @@ TOKENIZER_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 
 GENERATION_CONFIG: Final = "generation_config.json"
 GENERATION_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+OVERRIDES: Final = (*GENERATION_DEFAULTS, "presence_penalty", "frequency_penalty")
+OVERRIDE_FLAG: Final = "--override-generation-config"
 
 
 def check_files(config: EngineConfig) -> Path:
@@ -98,18 +101,23 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     return decode_floats(read_json_object(path)) if path.is_file() else {}
 
 
-def default_sampling_params(directory: Path) -> dict[str, Any]:
+def default_sampling_params(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what the model's ``generation_config.json`` recommends, as fields of ``SamplingParams``.
 
+    Args:
+        overrides: values that take precedence.
+
     Raises:
-        ConfigError: it is not a JSON object, or a value is out of range.
+        ConfigError: it is not a JSON object, a value is out of range, or an override is unknown.
     """
     values = read_generation_config(directory)
-    if values.get("do_sample") is False:
-        return {"temperature": 0.0}
     recommended = {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
-    try:
-        SamplingParams(**recommended)
-    except RequestError as error:
-        raise ConfigError(f"{GENERATION_CONFIG}: {error}") from error
-    return recommended
+    if values.get("do_sample") is False:
+        recommended = {"temperature": 0.0}
+    overrides = read_json_option(OVERRIDE_FLAG, overrides or {}, known=OVERRIDES, example='{"temperature": 0.7}')
+    for source, given in ((GENERATION_CONFIG, recommended), (OVERRIDE_FLAG, overrides)):
+        try:
+            SamplingParams(**given)
+        except RequestError as error:
+            raise ConfigError(f"{source}: {error}") from error
+    return {**recommended, **overrides}

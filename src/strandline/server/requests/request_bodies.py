@@ -291,6 +291,7 @@ class TokenizeBody(BaseModel):
     continue_final_message: bool = False
     tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     return_token_strs: bool | None = False
     cache_salt: str | None = None
 

@@ -66,6 +66,8 @@ class Service:
     """Parse control tokens in user and tool messages."""
     keep_client_telemetry: bool = False
     """Keep known telemetry of clients in system messages."""
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for requests that do not set them."""
     kv_transfer: KVTransferConfig | None = None
     """Transfer of prefixes between engines; None: off."""
     pictures: PictureLoader | RefusedPictures | None = None
@@ -324,7 +326,7 @@ class Service:
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
-                template_options=template_options,
+                template_options={**self.template_defaults, **(template_options or {})},
                 max_characters=self.client.frontend.max_characters if truncation is None else None,
                 salt=salt,
                 continue_final_message=continue_final_message,
