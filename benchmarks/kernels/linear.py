@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from case import FLOPS, FLOPS_FP8, Launch, Work, case, device_type, parse_launches, random, turns
-from operands import FORMATS, GROUPS, bind_norm, num_bytes, product, random_weight, reference_product
+from operands import FORMATS, GROUPS, bind_norm, bytes_per_weight, num_bytes, product, random_weight, reference_product
 from torch import Tensor
 
 from strandline.kernels.gemm.formats.launches import rows_launch
@@ -88,10 +88,7 @@ INT4_TILES += " 64,128,4,3 128,128,8,2 128,128,8,3 256,64,8,3 64,256,8,2 128,256
 def work(weight_format: str, shape: Shape, rows: int, group: int = 128) -> Work:
     """Return products with one format of weight."""
     is_gated, is_fp8 = shape.is_gated, weight_format == "fp8"
-    weight_bytes = (
-        shape.num_inputs * shape.num_outputs * {"dense": 2.0, "fp8": 1.0, "mxfp8": 1.0}.get(weight_format, 0.5)
-    )
-    count = turns(weight_bytes, at_least=4, at_most=200)
+    count = turns(shape.num_inputs * shape.num_outputs * bytes_per_weight(weight_format), at_least=4, at_most=200)
     sizes = (shape.num_outputs, shape.num_inputs)
     weights = [random_weight(weight_format, *sizes, group=group) for _ in range(count)]
     x_TI = random(rows, shape.num_inputs)

@@ -17,26 +17,26 @@ from strandline.kernels.binding import Kernels, reference_kernels
 from strandline.kernels.expert_choices import added_up
 from strandline.kernels.experts.moe import RELU_SQUARED, SWIGLU, ExpertWeights, Router, SharedExpert, mixture
 from strandline.kernels.experts.router import Routing
-from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
+from strandline.kernels.gemm.formats.coded import CodedFormat
 from strandline.kernels.gemm.formats.dense import DENSE
 from strandline.kernels.gemm.formats.format import Format
 from strandline.kernels.gemm.formats.four_bit import FOUR_BIT
-from strandline.kernels.gemm.formats.fp4 import FP4
 from strandline.kernels.gemm.formats.fp8 import FP8
-from strandline.kernels.gemm.formats.mxfp8 import MXFP8
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear
 from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeight, Weight
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.quantized_rows import GROUP, Rows
 from strandline.kernels.rowwise.quantizing import rms_norm_zero_centered_quantized
+from strandline.models.storage.coded_storage import StoredCodes
+from strandline.models.storage.layouts import MXFP4_COMPRESSED, MXFP8_LAYOUT, NVFP4_COMPRESSED
+from strandline.models.storage.microscaled import MicroscaledFormat
 
+LAYOUTS = {"nvfp4": NVFP4_COMPRESSED, "mxfp4": MXFP4_COMPRESSED, "mxfp8": MXFP8_LAYOUT}
 FORMATS: dict[str, Format] = {
     "dense": DENSE,
     "fp8": FP8,
     "int4": FOUR_BIT,
-    "nvfp4": FP4,
-    "mxfp4": FP4,
-    "mxfp8": MXFP8,
+    **{name: layout.format for name, layout in LAYOUTS.items()},
 }
 GROUPS = (128, 32)
 """Inputs that share a scale in 4 bits."""
@@ -55,23 +55,22 @@ def random_weight(weight_format: str, *shape: int, group: int = 128) -> Any:
         values = random_e4m3(*shape)
         scales = torch.rand(*shape[:-2], -(-shape[-2] // GROUP), -(-num_inputs // GROUP)).add_(0.5)
         return ScaledWeight(values, scales.mul_(num_inputs**-0.5 / 100))
-    num_padded = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS
-    if weight_format == "mxfp8":
-        shift = round(math.log2(num_inputs**-0.5 / 75))
-        exponents = torch.randint(126 + shift, 128 + shift, (*shape[:-1], num_padded // 32), dtype=torch.uint8)
-        words = random_e4m3(*shape[:-1], num_padded).view(torch.int32)
-        return CodedWeight(MXFP8, words, exponents, num_inputs, 32)
-    words = torch.randint(-(2**31), 2**31, (*shape[:-1], num_padded // 8), dtype=torch.int32)
-    if weight_format == "nvfp4":
-        e4m3_scales = torch.randint(0x50, 0x58, (*shape[:-1], num_padded // 16), dtype=torch.uint8)
-        factors = torch.full(shape[:-1], num_inputs**-0.5 / 2.9 / 11.5)
-        return CodedWeight(FP4, words, e4m3_scales.view(torch.float8_e4m3fn), num_inputs, 16, factors=factors)
-    if weight_format == "mxfp4":
-        exponents = torch.randint(126, 128, (*shape[:-1], num_padded // 32), dtype=torch.uint8)
-        factors = torch.full(shape[:-1], num_inputs**-0.5 / 2.9 / 0.75)
-        return CodedWeight(FP4, words, exponents, num_inputs, 32, factors=factors)
-    group_scales = torch.rand(*shape[:-1], num_padded // group).add_(0.5).mul_(num_inputs**-0.5 / 4.6)
-    return CodedWeight(FOUR_BIT, words, group_scales.bfloat16(), num_inputs, group)
+    rows = stored(weight_format, group).allocate(math.prod(shape[:-1]), num_inputs, torch.get_default_device())
+    rows.fill_randomly(None, num_inputs**-0.5, shape[-2])
+    return rows.weight(slice(None), shape[:-1], 0)
+
+
+def bytes_per_weight(weight_format: str) -> float:
+    """Return the bytes of a weight's numbers, without scales."""
+    known = FORMATS[weight_format]
+    return known.bits / 8 if isinstance(known, CodedFormat) else {"dense": 2.0, "fp8": 1.0}[weight_format]
+
+
+def stored(weight_format: str, group: int) -> StoredCodes:
+    """Return how weights in codes are stored; arguments as of ``random_weight``."""
+    if weight_format == "int4":
+        return StoredCodes(FOUR_BIT, group, torch.bfloat16)
+    return MicroscaledFormat(LAYOUTS[weight_format]).stored({})
 
 
 def random_e4m3(*shape: int) -> Tensor:
