@@ -137,6 +137,23 @@ def test_parameter_of_a_path_is_named_in_errors(server: ServerProcess) -> None:
     assert error["param"] == "engine"
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/openai/v1/responses", "/v1/responses"),
+        ("/v1/nothing", None),
+    ],
+)
+def test_path_of_another_base_url_gets_the_right_one(server: ServerProcess, path: str, meant: str | None) -> None:
+    answer = server.post(path)
+    advice = "GET /openapi.json describes all paths"
+    if meant is not None:
+        advice = f"did you mean {meant}? Check the client's base URL"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, f"there is no path {path}; {advice}")
+
+
 def test_root_names_the_addresses_of_the_apis(server: ServerProcess) -> None:
     answer = server.get("/")
     assert answer.status_code == 200

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from strandline.errors import EngineError, PromptTooLongError, RequestError, cause_of
 from strandline.server.engines.engine_client import PausedError, QueueFullError
@@ -166,10 +167,7 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, status, message = request.url.path, error.status_code, error.detail
     if status == 404:
-        flag = request.app.state.flags_of_paths.get(path)
-        message = f"there is no path {path[:200]}; GET /openapi.json describes all paths"
-        if flag is not None:
-            message = f"{path} is served only with {flag}"
+        message = _no_path(request.app, path)
     elif status == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed for {path[:200]}; use {allowed}"
@@ -177,6 +175,18 @@ async def _http(request: Request, error: Exception) -> Response:
         encoding = request.headers.get("content-encoding", "identity")
         message = f"the body cannot be parsed: {_unparsed(error.__cause__, encoding)}"
     return error_response(path, status, message, headers=error.headers)
+
+
+def _no_path(app: FastAPI, path: str) -> str:
+    """Return why there is no such path, or which one a client with another base URL means."""
+    if (flag := app.state.flags_of_paths.get(path)) is not None:
+        return f"{path} is served only with {flag}"
+    known = {route.path for route in app.routes if isinstance(route, Route)}
+    ends = [each for each in known if len(each) > 1 and path.endswith(each)]
+    meant = max(ends, key=len, default=f"/v1{path}")
+    if meant not in known:
+        return f"there is no path {path[:200]}; GET /openapi.json describes all paths"
+    return f"there is no path {path[:200]}; did you mean {meant}? Check the client's base URL"
 
 
 def _unparsed(cause: Exception, encoding: str) -> str:
