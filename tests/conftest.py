@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,13 @@ def pytest_report_header() -> list[str]:
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave tests/gpu out where there is no GPU: its files import Triton."""
-    is_gpu_test = collection_path == GPU_TESTS or GPU_TESTS in collection_path.parents
-    return True if is_gpu_test and not torch.cuda.is_available() else None
+    return True if is_gpu_test(collection_path) and not torch.cuda.is_available() else None
+
+
+@cache
+def is_gpu_test(path: Path) -> bool:
+    """Whether a path is ``tests/gpu`` or below it."""
+    return path == GPU_TESTS or GPU_TESTS in path.parents
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,21 +100,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what lies under tests/gpu; without ``--long`` drop its cases; in a worker, start what takes longest."""
     for item in items:
-        if GPU_TESTS in item.path.parents:
+        if is_gpu_test(item.path):
             item.add_marker(pytest.mark.gpu)
     if not config.getoption("long"):
         dropped = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=dropped)
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (rank(item), item.path))  # the same order in all workers
+        items.sort(key=lambda item: turn(item.path))  # the same order in all workers
 
 
-def rank(item: pytest.Item) -> int:
-    """Return when a test's turn is: by its folder."""
-    parts = item.path.relative_to(TESTS).parts
+@cache
+def turn(path: Path) -> tuple[int, str]:
+    """Return what the tests of a file are ordered by: its folder, then its name."""
+    parts = path.relative_to(TESTS).parts
     ranks = {("cpu", folder): rank for rank, folder in enumerate(STARTED_FIRST)}
-    return ranks.get(parts[:2], len(ranks))
+    return ranks.get(parts[:2], len(ranks)), str(path)
 
 
 def pytest_collection_finish() -> None:
