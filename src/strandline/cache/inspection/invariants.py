@@ -17,7 +17,7 @@ from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_target import TierTarget
-from strandline.cache.tiers.tier_tree import TierRun
+from strandline.cache.tiers.tier_tree import Block, Column, Copy, TierRun, TierSnapshot
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.cache.window_blocks import Window, WindowBlocks
@@ -277,76 +277,116 @@ def _check_tree(loads: Loads) -> None:
             run = waiting.pop()
             _check_tier_run(run, tiers)
             for (num_blocks, key), snapshot in run.snapshots.items():
-                where, num_pins = f"the demoted snapshot at {snapshot.position}", pins[id(snapshot)]
                 is_right = snapshot.is_used and snapshot.run is run and snapshot.tree == tree
                 is_right &= (snapshot.num_blocks, snapshot.key) == (num_blocks, key)
                 is_right &= run.start_block < num_blocks <= run.end_block or run.parent is None
-                _require(is_right, f"{where} belongs elsewhere")
-                _require(snapshot.num_pins == num_pins, f"{where} has {snapshot.num_pins} pins, not {num_pins}")
+                if not is_right:
+                    raise _wrong_snapshot(snapshot, "belongs elsewhere")
+                if snapshot.num_pins != (num_pins := pins[id(snapshot)]):
+                    raise _wrong_snapshot(snapshot, f"has {snapshot.num_pins} pins, not {num_pins}")
             waiting += run.children.values()
 
 
+def _wrong_snapshot(snapshot: TierSnapshot | Copy, text: str) -> CacheInvariantError:
+    return CacheInvariantError(f"the demoted snapshot at {snapshot.position} {text}")
+
+
+def _wrong_run(run: TierRun, text: str) -> CacheInvariantError:
+    return CacheInvariantError(f"the demoted run [{run.start_block}, {run.end_block}): {text}")
+
+
 def _check_tier_run(run: TierRun, tiers: tuple[LowerTier, ...]) -> None:
-    where, num_known = f"the demoted run [{run.start_block}, {run.end_block})", run.end_block - run.start_block
+    num_known = run.end_block - run.start_block
     for first_key, child in run.children.items():
-        is_linked = child.parent is run and child.start_block == run.end_block and child.first_key == first_key
-        _require(is_linked, f"{where}: a child is linked wrongly")
+        if child.parent is not run or child.start_block != run.end_block or child.first_key != first_key:
+            raise _wrong_run(run, "a child is linked wrongly")
     last = max((num_blocks for num_blocks, _ in run.snapshots), default=run.start_block)
-    is_used = bool(run.children) or run.parent is None or (num_known > 0 and last == run.end_block)
-    _require(is_used, f"{where}: no tier has its last block")
-    _require(run.keys == sorted(run.snapshots), f"{where}: keys out of order")
-    _require(len(run.hashes) in (0, num_known), f"{where}: {len(run.hashes)} hashes")
+    if not run.children and run.parent is not None and (num_known <= 0 or last != run.end_block):
+        raise _wrong_run(run, "no tier has its last block")
+    if run.keys != sorted(run.snapshots):
+        raise _wrong_run(run, "keys out of order")
+    if len(run.hashes) not in (0, num_known):
+        raise _wrong_run(run, f"{len(run.hashes)} hashes")
     for tier in tiers:
         part = tier.column.part(run)
-        _require(len(part.addresses) == num_known, f"{where}: {len(part.addresses)} addresses")
-        ends = [copy.snapshot.num_blocks - run.start_block for copy in tier.column.copies(run)]
+        if len(part.addresses) != num_known:
+            raise _wrong_run(run, f"{len(part.addresses)} addresses")
         has_all = any(tier.column.part(child).num_blocks for child in run.children.values())
-        num_blocks = num_known if has_all else max(ends, default=0)
-        _require(part.num_blocks == num_blocks, f"{where}: {part.num_blocks} blocks counted, a tier has {num_blocks}")
+        num_blocks = num_known if has_all else max(_last_block(run, tier.column) - run.start_block, 0)
+        if part.num_blocks != num_blocks:
+            raise _wrong_run(run, f"{part.num_blocks} blocks counted, a tier has {num_blocks}")
+
+
+def _last_block(run: TierRun, column: Column) -> int:
+    """Return after which block the tier's deepest snapshot of a run is."""
+    return max([copy.snapshot.num_blocks for copy in column.copies(run)], default=0)
 
 
 def _check_tier(cache: Internals, lower: LowerTier, targets: list[TierTarget]) -> None:
     """Check the entries of a tier, which is the target of some moves."""
     num_used = sum(chain(lower.to_free.values(), *(target.sizes.values() for target in targets)))
-    arriving = {block for target in targets for block in target.blocks.locate().values()}
-    arriving_copies = {target.copy for target in targets}
-    tree, column, returning = lower.tree, lower.column, lower.returning_blocks()
-    for name, root in tree.roots.items():
-        for copy in column.below(root):
-            where = f"the demoted snapshot at {copy.position}"
-            _require(lower.is_queued(copy), f"{where} is not in the queue")
-            _require(copy.column is column, f"{where} is in another tier")
-            saved_tokens = copy.saved_tokens
-            _require(0 < saved_tokens <= copy.position, f"{where} is said to save {saved_tokens} tokens")
-            if copy in arriving_copies:
-                _require(copy.address == copy.tail_address == NO_ADDRESS, f"{where} can be loaded before it is there")
-                continue
-            _require((copy.address != NO_ADDRESS) == lower.has_snapshots, f"{where} has address {copy.address}")
-            has_tail = lower.has_snapshots and copy.position % BLOCK_TOKENS > 0
-            _require((copy.tail_address != NO_ADDRESS) == has_tail, f"{where} has tail {copy.tail_address}")
-            num_used += lower.snapshot_blocks(copy.position) + has_tail
-        device = None if lower.is_persistent else cache.index.roots.get(tree.salts.get(name, ""))
-        waiting = [(child, b"") for child in root.children.values()]
-        while waiting:
-            run, before = waiting.pop()
-            path = before + run.tokens
-            waiting += [(child, path) for child in run.children.values()]
-            for own, address in enumerate(column.part(run).addresses):
-                index = run.start_block + own
-                where = f"the demoted block {index}"
-                is_needed = any(True for _ in column.below(run, index + 1))
-                is_there = (run, own) in returning or (run, own) in arriving or address != NO_ADDRESS
-                if is_needed and not is_there and device is not None:
-                    is_there = _has_block(device, path[: (index + 1) * BLOCK_KEY_BYTES])
-                is_right = is_there if is_needed else address == NO_ADDRESS
-                _require(
-                    is_right, f"{where} is neither in the tier nor on the device, or in the tier too early or too long"
-                )
-                num_used += address != NO_ADDRESS
+    arriving = {target.copy for target in targets}
+    expected = lower.returning_blocks() | {block for target in targets for block in target.blocks.locate().values()}
+    num_snapshots = 0
+    for name, root in lower.tree.roots.items():
+        for copy in lower.column.below(root):
+            num_snapshots += 1
+            num_used += _check_copy(copy, lower, is_arriving=copy in arriving)
+        device = None if lower.is_persistent else cache.index.roots.get(lower.tree.salts.get(name, ""))
+        num_used += _check_addresses(root, lower, expected, device)
     _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
     _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")
-    num_snapshots = sum(1 for _ in lower.snapshots())
     _require(lower.num_snapshots == num_snapshots, f"{lower.num_snapshots} demoted snapshots, not {num_snapshots}")
+
+
+def _check_copy(copy: Copy, lower: LowerTier, *, is_arriving: bool) -> int:
+    """Check a tier's snapshot, and return how many blocks it takes; one that arrives: none."""
+    if not lower.is_queued(copy):
+        raise _wrong_snapshot(copy, "is not in the queue")
+    if copy.column is not lower.column:
+        raise _wrong_snapshot(copy, "is in another tier")
+    if not 0 < copy.saved_tokens <= copy.position:
+        raise _wrong_snapshot(copy, f"is said to save {copy.saved_tokens} tokens")
+    if is_arriving:
+        if not copy.address == copy.tail_address == NO_ADDRESS:
+            raise _wrong_snapshot(copy, "can be loaded before it is there")
+        return 0
+    if (copy.address != NO_ADDRESS) != lower.has_snapshots:
+        raise _wrong_snapshot(copy, f"has address {copy.address}")
+    has_tail = lower.has_snapshots and copy.position % BLOCK_TOKENS > 0
+    if (copy.tail_address != NO_ADDRESS) != has_tail:
+        raise _wrong_snapshot(copy, f"has tail {copy.tail_address}")
+    return lower.snapshot_blocks(copy.position) + has_tail
+
+
+def _check_addresses(root: TierRun, lower: LowerTier, expected: set[Block], device: Run | None) -> int:
+    """Check the addresses of a tree's blocks in a tier, and return how many there are.
+
+    Args:
+        expected: blocks that the tier will have.
+        device: the root of what the device has of the same tree, if the tier may leave blocks to it.
+    """
+    num_addresses, column = 0, lower.column
+    waiting = [(child, b"") for child in root.children.values()]
+    while waiting:
+        run, before = waiting.pop()
+        path = before + run.tokens
+        waiting += [(child, path) for child in run.children.values()]
+        addresses = column.part(run).addresses
+        has_all = any(True for child in run.children.values() for _ in column.below(child))
+        num_needed = len(addresses) if has_all else _last_block(run, column) - run.start_block
+        for own, address in enumerate(addresses):
+            is_there = address != NO_ADDRESS
+            num_addresses += is_there
+            is_right = is_there or (run, own) in expected if own < num_needed else not is_there
+            if not is_right and own < num_needed and device is not None:
+                is_right = _has_block(device, path[: (run.start_block + own + 1) * BLOCK_KEY_BYTES])
+            if not is_right:
+                raise CacheInvariantError(
+                    f"the demoted block {run.start_block + own} is neither in the tier nor on the device, or in the "
+                    "tier too early or too long"
+                )
+    return num_addresses
 
 
 def _has_block(root: Run, path: bytes) -> bool:

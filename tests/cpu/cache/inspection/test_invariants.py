@@ -7,13 +7,16 @@ import pytest
 from strandline.cache import Lease
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.tiers.tier_tree import Column
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
+from strandline.ids import NO_ADDRESS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.device import runs
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt
+from tests.cpu.cache.tiers.test_lower_tier import evict_all
 
 
 class Scene:
@@ -255,6 +258,123 @@ def test_check_catches(fault: Callable[[Scene], None]) -> None:
     scene = Scene()
     fault(scene)
     with pytest.raises(CacheInvariantError):
+        check(scene.cache)
+
+
+class TierScene:
+    """A cache whose tier holds all: two conversations that part inside a block."""
+
+    def __init__(self) -> None:
+        driver = Driver(40, 5, lower_blocks=(60,))
+        driver.serve(prompt(300))
+        driver.serve(prompt(300) + prompt(90, 5000))
+        evict_all(driver)
+        self.cache = driver.cache
+        (self.tier,) = driver.loads.tiers
+        (root,) = self.tier.tree.roots.values()
+        self.copies = sorted(self.tier.column.below(root), key=lambda copy: copy.position)
+        (self.upper,) = root.children.values()
+        run = self.copies[-1].snapshot.run
+        assert run is not None
+        self.run = run
+
+        self.with_tail = next(copy for copy in self.copies if copy.tail_address)
+
+
+def test_scene_with_tier_passes_every_check() -> None:
+    check(TierScene().cache)
+
+
+def miscount_a_tier(scene: TierScene) -> None:
+    scene.tier.num_used -= 1
+
+
+def miscount_snapshots_of_a_tier(scene: TierScene) -> None:
+    scene.tier.num_snapshots += 1
+
+
+def save_nothing(scene: TierScene) -> None:
+    scene.copies[0].saved_tokens = 0
+
+
+def lose_a_state(scene: TierScene) -> None:
+    scene.copies[0].address = NO_ADDRESS
+
+
+def lose_a_tail(scene: TierScene) -> None:
+    scene.with_tail.tail_address = NO_ADDRESS
+
+
+def move_to_another_tier(scene: TierScene) -> None:
+    scene.copies[0].column = Column(scene.tier.tree, 0)
+
+
+def pin_without_a_move(scene: TierScene) -> None:
+    scene.copies[0].snapshot.num_pins += 1
+
+
+def misplace_a_demoted_snapshot(scene: TierScene) -> None:
+    scene.copies[0].snapshot.run = scene.run.parent if scene.copies[0].snapshot.run is scene.run else scene.run
+
+
+def lose_a_block(scene: TierScene) -> None:
+    scene.tier.column.part(scene.upper).addresses[0] = NO_ADDRESS
+
+
+def lose_the_last_block(scene: TierScene) -> None:
+    scene.tier.column.part(scene.run).addresses[-1] = NO_ADDRESS
+
+
+def miscount_blocks_of_a_run(scene: TierScene) -> None:
+    scene.tier.column.part(scene.run).num_blocks -= 1
+
+
+def shorten_addresses(scene: TierScene) -> None:
+    scene.tier.column.part(scene.run).addresses.pop()
+
+
+def relink_a_child(scene: TierScene) -> None:
+    scene.run.parent = None
+
+
+def disorder_keys(scene: TierScene) -> None:
+    scene.run.keys.append((0, b""))
+
+
+def hash_too_little(scene: TierScene) -> None:
+    scene.upper.hashes.append(b"hash")
+
+
+def empty_the_tiers_queue(scene: TierScene) -> None:
+    while scene.tier._queue.pop() is not None:
+        pass
+
+
+TIER_FAULTS: dict[Callable[[TierScene], None], str] = {
+    miscount_a_tier: "blocks at rest counted",
+    miscount_snapshots_of_a_tier: "demoted snapshots, not",
+    save_nothing: "is said to save 0 tokens",
+    lose_a_state: "has address 0",
+    lose_a_tail: "has tail 0",
+    move_to_another_tier: "is in another tier",
+    pin_without_a_move: "has 1 pins, not 0",
+    misplace_a_demoted_snapshot: "belongs elsewhere",
+    lose_a_block: "block 0 is neither in the tier nor on the device",
+    lose_the_last_block: "is neither in the tier nor on the device",
+    miscount_blocks_of_a_run: "blocks counted, a tier has",
+    shorten_addresses: "addresses",
+    relink_a_child: "a child is linked wrongly",
+    disorder_keys: "keys out of order",
+    hash_too_little: "1 hashes",
+    empty_the_tiers_queue: "is not in the queue",
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), TIER_FAULTS.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_check_catches_in_a_tier(fault: Callable[[TierScene], None], message: str) -> None:
+    scene = TierScene()
+    fault(scene)
+    with pytest.raises(CacheInvariantError, match=message):
         check(scene.cache)
 
 
