@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
-from strandline.device.batches.padded_step import PaddedStep, StepSize, single_rows
+from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.drafters.draft_layer import single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
 from strandline.kernels.batch import ReplayBatch, StepBatch
 from strandline.kernels.binding import reference_kernels

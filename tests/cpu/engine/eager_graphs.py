@@ -15,9 +15,10 @@ from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.batches.batch import DeviceBatch, build_host_batch, to_device
-from strandline.device.batches.padded_step import StepSize, single_rows
+from strandline.device.batches.padded_step import StepSize
 from strandline.device.batches.prompt_room import MAX_PROMPTS, PromptRoom
 from strandline.device.drafters.block_drafts import padded_blocks
+from strandline.device.drafters.draft_layer import single_rows
 from strandline.device.hardware.upload import upload_together
 from strandline.device.runner import Runner
 from strandline.device.steps.adapter_pool import AdapterPool

@@ -36,7 +36,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks, ChunkTable
 from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, TiledRows
 from strandline.kernels.recurrences.replay import insert_logged
-from strandline.kernels.sampling.verification import CHUNKS_OF_SEQUENCE, AcceptedDrafts, VerificationTables
+from strandline.kernels.sampling.verification import CHUNKS_OF_SEQUENCE, VerificationTables
 from strandline.kernels.step import Column, PlannedStep, SequenceColumns
 from strandline.records.plan import MAX_STOP_IDS
 
@@ -403,37 +403,4 @@ def _part(whole: AttentionBatch, sequences: slice, rows: slice, most_rows: int |
         is_padded=most_rows is None,
         gathers={},
         windowed=tuple(_part(each, sequences, rows, most_rows) for each in whole.windowed),
-    )
-
-
-def single_rows(
-    batch: StepBatch, accepted: AcceptedDrafts, index: int, starts_N1: Tensor, token_N: Tensor
-) -> StepBatch:
-    """Return a step of one token of each sequence of another step but the filler, for layers without states.
-
-    Args:
-        index: of the tokens among the drafts; the first is 0.
-        starts_N1: the integers from 0 to the number of sequences.
-    """
-    num_sequences = len(token_N)
-    attention = batch.attention
-    return StepBatch(
-        token_N,
-        accepted.rotary_FN[index],
-        num_sequences,
-        num_sequences,
-        replace(
-            attention,
-            query_starts=tuple(range(num_sequences + 1)),
-            context_lens=attention.context_lens[:num_sequences],
-            query_starts_N1=starts_N1,
-            context_lens_N=accepted.context_lens_FN[index],
-            block_table_NM=attention.block_table_NM[:num_sequences],
-            write_blocks_T=accepted.write_blocks_FN[index],
-            write_offsets_T=accepted.write_offsets_FN[index],
-            most_rows=None,
-            is_padded=False,
-            parts=(),
-        ),
-        batch.recurrent,
     )

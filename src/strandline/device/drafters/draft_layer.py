@@ -12,7 +12,7 @@ token that was next when it was published; one key of the draft layer may differ
 A step that makes no drafts stores its pairs without attention. The host never waits: the token that ends a sequence's
 last pair may be known on the device only, and so are drafts.
 
-Shape suffixes: X rows to choose from, T pairs, N sequences, E hidden size.
+Shape suffixes: X rows to choose from, T pairs, N sequences, F further drafts of a sequence, E hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.batch import build_host_batch, to_device
-from strandline.device.batches.padded_step import single_rows
 from strandline.device.sampling.divided_sampling import likeliest
 from strandline.device.steps.drafter import Drafts, StepRows, Verified
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.sampling.verification import LastStep
+from strandline.kernels.sampling.verification import AcceptedDrafts, LastStep
 from strandline.models.layers.protocol import DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
@@ -94,6 +93,39 @@ def _further_plan(pair: Pairs, index: int) -> SequencePlan:
     position = pair.plan.end + min(index, last)
     kv_start = pair.plan.kv_start if index <= last else position + 1
     return pair.plan.stateless(position, (SAMPLED,), kv_start)
+
+
+def single_rows(
+    batch: StepBatch, accepted: AcceptedDrafts, index: int, starts_N1: Tensor, token_N: Tensor
+) -> StepBatch:
+    """Return a step of one token of each sequence of another step but the filler, for layers without states.
+
+    Args:
+        index: of the tokens among the drafts; the first is 0.
+        starts_N1: the integers from 0 to the number of sequences.
+    """
+    num_sequences = len(token_N)
+    attention = batch.attention
+    return StepBatch(
+        token_N,
+        accepted.rotary_FN[index],
+        num_sequences,
+        num_sequences,
+        replace(
+            attention,
+            query_starts=tuple(range(num_sequences + 1)),
+            context_lens=attention.context_lens[:num_sequences],
+            query_starts_N1=starts_N1,
+            context_lens_N=accepted.context_lens_FN[index],
+            block_table_NM=attention.block_table_NM[:num_sequences],
+            write_blocks_T=accepted.write_blocks_FN[index],
+            write_offsets_T=accepted.write_offsets_FN[index],
+            most_rows=None,
+            is_padded=False,
+            parts=(),
+        ),
+        batch.recurrent,
+    )
 
 
 class DraftLayer:
