@@ -5,6 +5,7 @@ in random order. Torch's versions read contiguous keys and values.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, product
 from math import e, log2
@@ -51,8 +52,17 @@ PREFILLS = {
     "1x2048-over-91904": [(91904, 93952)],
     "1x512-over-91904": [(91904, 92416)],
 }
+VERIFICATIONS = {
+    f"{n}x{rows}-over-{start}": [(start, start + rows)] * n
+    for n, rows in ((1, 3), (16, 3), (64, 3), (1, 8))
+    for start in (640, 4608)
+}
+"""Of sequences that verify drafts."""
+GRAPH_TOKENS = 8192
+"""The context that a CUDA graph of verifications is planned for."""
 PREFIXES = {name: ranges for name, ranges in PREFILLS.items() if len(ranges) == 1 and ranges[0][0] > 8192}
 DECODE_TILES = "16,32,2,4 16,32,4,2 16,32,4,3 16,32,4,4 16,32,4,5 16,16,4,5 16,16,2,6 16,64,4,2 16,64,4,3 16,64,8,3"
+VERIFICATION_TILES = "64,32,4,2 64,32,4,4 64,16,4,3 64,16,4,5 64,64,4,2 64,32,8,3 64,32,2,3 64,16,2,4"
 PREFILL_TILES = "128,64,8,2 128,64,8,1 128,64,8,3 128,32,8,2 128,32,8,3 128,32,8,4 64,64,4,1 64,32,4,2 64,64,8,2"
 """Rows, keys, warps and stages."""
 
@@ -168,6 +178,13 @@ def decode_launches() -> Iterator[Launch]:
         yield Launch(f"{programs} programs", {"attention.attention_triton.DECODE_PROGRAMS": programs})
 
 
+def verification_launches() -> Iterator[Launch]:
+    for tile in parse_launches(Tile, VERIFICATION_TILES):
+        yield Launch(str(tuple(tile)), {"attention.attention_triton.SHORT_TILE": tile})
+    for splits in (1, 2, 4, 8, 16, 32, 64):
+        yield Launch(f"{splits} splits", {"attention.attention_splits.num_decode_splits": splits})
+
+
 def prefill_launches() -> Iterator[Launch]:
     for tile in parse_launches(Tile, PREFILL_TILES):
         yield Launch(str(tuple(tile)), {"attention.attention_triton.PREFILL_TILE": tile})
@@ -181,6 +198,28 @@ for _name, _num_decodes, _steps, _tiny in (
 ):
     case(f"attention/{_name}", heads=HEADS, step=_steps, tiny={"heads": TINY_HEADS, "step": _tiny})(
         partial(attention, _num_decodes)
+    )
+
+
+@case("attention/verify", heads=HEADS, step=VERIFICATIONS, tiny={"heads": TINY_HEADS, "step": [(69, 72), (9, 12)]})
+def verification(heads: Heads, step: Ranges) -> Work:
+    """Return attention of sequences that verify drafts, as a CUDA graph launches it."""
+    work, (start, end) = attention(0, heads, step), step[0]
+    planned: dict[str, Any] = {"most_rows": end - start}
+    if torch.get_default_device().type == "cuda":  # other backends read lengths on the host
+        planned["context_lens"] = (GRAPH_TOKENS,) * len(step)
+    return replace(
+        work,
+        variants={"strandline": work.variants["strandline"]},
+        arguments=[
+            (q_THD, memory, replace(batch, **planned), num_decodes)
+            for q_THD, memory, batch, num_decodes in work.arguments
+        ],
+        reference=lambda *_: paged_attention.reference(*work.arguments[0], scale=heads[2] ** -0.5),
+        peers=(),
+        partial=(),
+        eager=(),
+        launches=verification_launches,
     )
 
 

@@ -23,6 +23,10 @@ MAX_SPLIT_BLOCKS = 128
 
 MAX_DECODE_SPLITS = 128
 
+DECODE_BYTES = 8_000_000
+"""Decodes are not split where this many bytes are under way without it: 128 programs with a head dim of 256 take 40 µs
+in one part, and 49 in two or three (benchmarks/results/2026-11-28-h200-families.md)."""
+
 FIXED_SPLIT_BLOCKS = 16
 """Blocks of a split in deterministic mode, whatever else is decoded and however long the context is."""
 
@@ -35,14 +39,29 @@ COMBINE_COST_TILES = 3
 """What a second kernel costs, in tiles of keys."""
 
 
-def num_decode_splits(num_programs: int, num_blocks: int, least_programs: int = DECODE_PROGRAMS) -> int:
+def num_decode_splits(
+    num_programs: int,
+    num_blocks: int,
+    least_programs: int = DECODE_PROGRAMS,
+    max_splits: int = MAX_DECODE_SPLITS,
+) -> int:
     """Return how many programs share the context of one sequence and key/value head.
 
     Args:
         least_programs: what a step is split into, if it has fewer programs.
     """
     wanted = max(-(-least_programs // num_programs), -(-num_blocks // MAX_SPLIT_BLOCKS))
-    return max(1, min(wanted, num_blocks, MAX_DECODE_SPLITS))
+    return max(1, min(wanted, num_blocks, max_splits))
+
+
+def least_decode_programs(num_programs: int, bytes_each: int, least_programs: int) -> int:
+    """Return how many programs decodes are split into at least, if they are ``num_programs`` with one split.
+
+    Args:
+        bytes_each: of keys and values that a program loads ahead.
+        least_programs: of few decodes.
+    """
+    return num_programs if num_programs * bytes_each >= DECODE_BYTES else least_programs
 
 
 class DecodePlan(NamedTuple):
@@ -104,6 +123,16 @@ def parts_of(batch: AttentionBatch, *tensors: Tensor) -> Iterator[tuple[Any, ...
     return zip(*(tensor.split(num_rows) for tensor in tensors), batch.parts, strict=True)
 
 
+class SplitLimits(NamedTuple):
+    """How far contexts are split, as ``num_decode_splits`` takes it."""
+
+    least_programs: int = DECODE_PROGRAMS
+    max_splits: int = MAX_DECODE_SPLITS
+
+
+DECODE_LIMITS = SplitLimits()
+
+
 class PrefillPlan(NamedTuple):
     """How some prefills are launched together."""
 
@@ -119,19 +148,20 @@ def plan_prefills(
     batch: AttentionBatch,
     prefills: tuple[int, int],
     num_rows: int,
-    group: int,
-    num_kv_heads: int,
+    heads: tuple[int, int],
     tile: tuple[int, int],
     window_tokens: int | None,
     launches: Launches,
+    short: SplitLimits = DECODE_LIMITS,
 ) -> PrefillPlan:
     """Return how the prefills ``[first, end)`` of a step of ``num_rows`` rows are launched.
 
     Args:
-        group: query heads per key/value head.
+        heads: query heads per key/value head, and key/value heads.
         tile: its rows and keys.
+        short: if all prefills are.
     """
-    (first, end), (tile_rows, tile_keys) = prefills, tile
+    (first, end), (group, num_kv_heads), (tile_rows, tile_keys) = prefills, heads, tile
     query_starts = batch.query_starts[first : end + 1]
     # A padded step's last prompt ends, on the host, behind its rows: there is a tile for every prompt's last row.
     num_tokens = min(query_starts[-1], num_rows) - query_starts[0]
@@ -142,7 +172,8 @@ def plan_prefills(
     if launches is Launches.FIXED:
         num_splits = 1
     elif batch.most_rows is not None:
-        num_splits = num_decode_splits((end - first) * num_kv_heads, -(-max_keys // BLOCK_TOKENS))
+        num_programs, num_blocks = (end - first) * num_kv_heads, cdiv(max_keys, BLOCK_TOKENS)
+        num_splits = num_decode_splits(num_programs, num_blocks, *short)
     else:
         num_splits = num_prefill_splits(num_tiles * num_kv_heads, -(-max_keys // tile_keys))
     is_small = end - first <= 16 and launches is Launches.MEASURED

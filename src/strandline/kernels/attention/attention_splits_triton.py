@@ -60,6 +60,41 @@ def store_rows(
         tl.store(out_ptr_M[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
 
 
+@triton.jit
+def _add_splits(
+    out_D,
+    total,
+    max_lse,
+    lse_S,
+    partial_ptr,
+    split_S,
+    num_splits,
+    channel_D,
+    HEAD_DIM: tl.constexpr,
+):
+    """Return the weighted sum of results, the sum of weights and the maximum that they are relative to, after more
+    splits.
+    """
+    # Loaded with their sums, not after them: what a split has not written is dropped.
+    partial_ptr_SD = partial_ptr + (split_S * HEAD_DIM)[:, None] + channel_D[None, :]
+    is_read_SD = (split_S < num_splits)[:, None] & (channel_D < HEAD_DIM)[None, :]
+    partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
+    partial_SD = tl.where((lse_S > float("-inf"))[:, None], partial_SD, 0.0)
+    new_max = tl.maximum(max_lse, tl.max(lse_S, axis=0))
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight_S = tl.exp2(lse_S - finite_max)
+    decay = tl.exp2(max_lse - finite_max)
+    total = total * decay + tl.sum(weight_S, axis=0)
+    out_D = out_D * decay + tl.sum(partial_SD * weight_S[:, None], axis=0)
+    return out_D, total, new_max
+
+
+@triton.jit
+def _sums_of(lse_ptr, split_S, num_splits):
+    """Return the logarithms of sums of some splits; minus infinity after the last split."""
+    return tl.load(lse_ptr + split_S, mask=split_S < num_splits, other=float("-inf"))
+
+
 @triton.jit(do_not_specialize=["first_row", "num_splits"])
 def _combine_kernel(
     partial_ptr,
@@ -75,7 +110,7 @@ def _combine_kernel(
 ):
     """Weigh the splits of one row and head by their sums; a row that no split has seen keys for gives zeros.
 
-    A row's sum is the same when more empty splits follow.
+    A row's sum is the same when more empty splits follow; of these, no more than ``BLOCK_S`` are read.
     """
     row = tl.program_id(0).to(tl.int64)
     split_S = tl.arange(0, BLOCK_S)
@@ -84,23 +119,21 @@ def _combine_kernel(
     partial_ptr += row * num_splits * HEAD_DIM
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    max_lse = float("-inf")
-    total = 0.0
     out_D = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for first in range(0, num_splits, BLOCK_S):
-        is_split_S = first + split_S < num_splits
-        lse_S = tl.load(lse_ptr + first + split_S, mask=is_split_S, other=float("-inf"))
-        # Loaded with the sums, not after them: what a split has not written is dropped.
-        partial_ptr_SD = partial_ptr + ((first + split_S) * HEAD_DIM)[:, None] + channel_D[None, :]
-        partial_SD = tl.load(partial_ptr_SD, mask=is_split_S[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
-        partial_SD = tl.where((lse_S > float("-inf"))[:, None], partial_SD, 0.0)
-        new_max = tl.maximum(max_lse, tl.max(lse_S, axis=0))
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight_S = tl.exp2(lse_S - finite_max)
-        decay = tl.exp2(max_lse - finite_max)
-        total = total * decay + tl.sum(weight_S, axis=0)
-        out_D = out_D * decay + tl.sum(partial_SD * weight_S[:, None], axis=0)
-        max_lse = new_max
+    no_splits = float("-inf")
+    lse_S = _sums_of(lse_ptr, split_S, num_splits)
+    # Splits are added up in blocks. Whether a block has a result is known before its turn.
+    next_lse_S = _sums_of(lse_ptr, BLOCK_S + split_S, num_splits)
+    out_D, total, max_lse = _add_splits(
+        out_D, 0.0, no_splits, lse_S, partial_ptr, split_S, num_splits, channel_D, HEAD_DIM
+    )
+    for first in range(BLOCK_S, num_splits, BLOCK_S):
+        lse_S = next_lse_S
+        next_lse_S = _sums_of(lse_ptr, first + BLOCK_S + split_S, num_splits)
+        if tl.max(lse_S, axis=0) > no_splits:
+            out_D, total, max_lse = _add_splits(
+                out_D, total, max_lse, lse_S, partial_ptr, first + split_S, num_splits, channel_D, HEAD_DIM
+            )
     out_D = out_D / tl.where(total > 0.0, total, 1.0)
     out_ptr_D = out_ptr + (first_row.to(tl.int64) * NUM_HEADS + row) * HEAD_DIM + channel_D
     tl.store(out_ptr_D, out_D.to(out_ptr.dtype.element_ty), mask=channel_D < HEAD_DIM)

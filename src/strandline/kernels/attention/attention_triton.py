@@ -1,12 +1,13 @@
 """Softmax attention over keys and values that lie in blocks, in Triton.
 
-Two kernels share one inner loop, ``_attend``: online softmax over tiles of keys, a tile lying within one block. The
-rows of a tile of queries are pairs of a token and one of the query heads of a key/value head, so that keys and values
-are read once for all of these heads.
+Two kernels share one inner loop (``key_tiles_triton.py``): online softmax over tiles of keys, a tile lying within one
+block. The rows of a tile of queries are pairs of a token and one of the query heads of a key/value head, so that keys
+and values are read once for all of these heads.
 
 - Decodes: one program per sequence, key/value head and *split* of the context; memory-bound.
 - Prefills: one program per tile of rows, key/value head and split; heaviest tiles first. Most tiles of keys are seen
   whole by all rows; only those at the diagonal, at the end and at the window's edge are masked.
+- Prefills of a few rows, which verify drafts: as decodes, all tiles are masked, so that one loop loads them ahead.
 
 On Hopper GPUs, a long prefix of a prefill is computed by ``attention_prefix_triton.py``; the prefill kernel starts
 from its result and adds the remaining keys.
@@ -19,8 +20,9 @@ Relative attention adds to each score what the query mixes from profiles over di
 product of mixed factors and of the profiles' columns for a tile's distances. All rows of a decode's tile have the same
 distances; of a prefill's, each takes its own from a range that covers them. Tiles beyond all distances add nothing.
 
-Variants, per layer shape and window: decodes with one split and with more; prefills with one split and with more, each
-of up to 16 sequences and of more, and of one sequence behind a prefix; one combination of any number of splits.
+Variants, per layer shape and window: decodes with one split and with more; prefills and those of a few rows with one
+split and with more, each of up to 16 sequences and of more; prefills of one sequence behind a prefix; one combination
+of any number of splits.
 
 Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
 
@@ -46,11 +48,26 @@ import triton.language as tl
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports, widened
-from strandline.kernels.attention.attention_splits import num_row_tiles, parts_of, plan_decodes, plan_prefills
+from strandline.kernels.attention.attention_prefix_triton import SPAN_BLOCKS, attend_prefix, supports
+from strandline.kernels.attention.attention_splits import (
+    SplitLimits,
+    least_decode_programs,
+    num_row_tiles,
+    parts_of,
+    plan_decodes,
+    plan_prefills,
+)
 from strandline.kernels.attention.attention_splits_triton import combine, padded, scratch, store_rows
+from strandline.kernels.attention.key_tiles_triton import (
+    add_sinks,
+    attend_few,
+    attend_tiles,
+    block_of,
+    end_of_far,
+    mixed_rows,
+)
 from strandline.kernels.attention.relative_attention import RelativeScores
-from strandline.kernels.attention.tiles_triton import FLOAT32_TILE, Tile, locate_tile, no_keys, take_in
+from strandline.kernels.attention.tiles_triton import FLOAT32_TILE, Tile, locate_tile, no_keys
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.launch import first_that_fits
@@ -61,10 +78,6 @@ from strandline.kernels.stages_triton import staged
 
 DECODE_PROGRAMS = 3 * NUM_SMS
 """Programs that a step of few decodes is split into: three fit on a multiprocessor."""
-
-DECODE_BYTES = 8_000_000
-"""Decodes are not split where this many bytes are under way without it: 128 programs with a head dim of 256 take 40 µs
-in one part, and 49 in two or three (benchmarks/results/2026-11-28-h200-families.md)."""
 
 DECODE_TILE = Tile(rows=16, keys=32, num_warps=4, num_stages=3)
 """Two tiles of 32 KiB in flight per program, three programs per SM. With three tiles and two programs, 16 sequences of
@@ -87,6 +100,12 @@ SMALL_PREFILL_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=2)
 SHORT_TILE = Tile(rows=64, keys=32, num_warps=4, num_stages=3)
 """For prefills of a few rows: as a decode's, with as many rows as they have, up to this."""
 
+SHORT_PROGRAMS = 2 * NUM_SMS
+"""Programs that prefills of a few rows of few sequences are split into: two fit on a multiprocessor."""
+
+MAX_SHORT_SPLITS = 64
+"""To combine more takes longer than they gain (benchmarks/results/2026-11-28-few-rows.md)."""
+
 MIN_PREFIX_QUERIES = 1025
 """Prefills of fewer tokens attend to a prefix in the same launch as to each other."""
 
@@ -95,155 +114,6 @@ MIN_PREFIX_BLOCKS = 32
 
 MAX_PREFIX_DIFFERENCE = 1e-2
 """Relative tolerance of the check before the first use of the prefix kernel: results are rounded to bfloat16."""
-
-LOG2_E: tl.constexpr = tl.constexpr(log2(e))
-
-
-@triton.jit
-def _added_scores(
-    relative,
-    position_M,
-    first_position,
-    key,
-    NUM_PROFILES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPAN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Return what queries add to their scores of a tile's keys, divided by the scale of scores.
-
-    Args:
-        relative: mixed factors of the rows, the profiles, the number of distances, and one over the scale of scores.
-        first_position: of the first row.
-        SPAN: distances between the tile's keys and all rows; as many as keys if all rows have the same position.
-    """
-    mix_MC, profiles_ptr, num_distances, unscale = relative
-    key_K = key + tl.arange(0, BLOCK_K)
-    profile_C = tl.arange(0, BLOCK_C)
-    if SPAN == BLOCK_K:
-        distance_X = first_position - key_K
-    else:
-        distance_X = first_position - key - (BLOCK_K - 1) + tl.arange(0, SPAN)
-    is_read_CX = (profile_C < NUM_PROFILES)[:, None] & ((distance_X >= 0) & (distance_X < num_distances))[None, :]
-    profile_ptr_CX = profiles_ptr + profile_C[:, None] * num_distances + distance_X[None, :]
-    profile_CX = tl.load(profile_ptr_CX, mask=is_read_CX, other=0.0).to(mix_MC.dtype)
-    added_MX = tl.dot(mix_MC, profile_CX, input_precision=PRECISION)
-    if SPAN != BLOCK_K:
-        place_MK = (position_M - first_position)[:, None] + (BLOCK_K - 1 - tl.arange(0, BLOCK_K))[None, :]
-        added_MX = tl.gather(added_MX, place_MK, axis=1)
-    return added_MX * unscale
-
-
-@triton.jit
-def _attend(
-    acc_MD,
-    max_M,
-    sum_M,
-    q_MD,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    first_tile,
-    last_tile,
-    first_key,
-    last_key,
-    position_M,
-    last_seen_M,
-    window_tokens,
-    relative,
-    first_position,
-    scale_log2,
-    stride_block,
-    stride_row,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_PROFILES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    IS_WINDOWED: tl.constexpr,
-    IS_AHEAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Take in the tiles ``[first_tile, last_tile)`` of keys; maxima are in units of log2.
-
-    Masked, keys outside ``[first_key, last_key)`` are not read, and rows may see none of a tile's keys. A row sees keys
-    up to ``last_seen``; the window ends at its own position. ``relative`` is as in ``_added_scores``, or None.
-    """
-    row_K = tl.arange(0, BLOCK_K)
-    channel_D = tl.arange(0, BLOCK_D)
-    next_block = 0
-    if IS_AHEAD:
-        next_block = tl.load(table_ptr + first_tile * BLOCK_K // PAGE, mask=first_tile < last_tile, other=0)
-    for tile in range(first_tile, last_tile):
-        key = tile * BLOCK_K
-        if IS_AHEAD:
-            block = next_block
-            next_block = tl.load(table_ptr + (key + BLOCK_K) // PAGE, mask=tile + 1 < last_tile, other=0)
-        else:
-            block = tl.load(table_ptr + key // PAGE)
-        key_K = key + row_K
-        offset_KD = (key % PAGE + row_K)[:, None] * stride_row + channel_D[None, :]
-        k_ptr_KD = k_ptr + block.to(tl.int64) * stride_block + offset_KD
-        v_ptr_KD = v_ptr + block.to(tl.int64) * stride_block + offset_KD
-        if IS_MASKED:
-            is_read_KD = ((key_K >= first_key) & (key_K < last_key))[:, None]
-            if BLOCK_D != HEAD_DIM:
-                is_read_KD = is_read_KD & (channel_D < HEAD_DIM)[None, :]
-            k_KD = tl.load(k_ptr_KD, mask=is_read_KD, other=0.0)
-            v_KD = tl.load(v_ptr_KD, mask=is_read_KD, other=0.0)
-        elif BLOCK_D != HEAD_DIM:
-            k_KD = tl.load(k_ptr_KD, mask=(channel_D < HEAD_DIM)[None, :], other=0.0)
-            v_KD = tl.load(v_ptr_KD, mask=(channel_D < HEAD_DIM)[None, :], other=0.0)
-        else:
-            k_KD = tl.load(k_ptr_KD)
-            v_KD = tl.load(v_ptr_KD)
-        # From e4m3 to the queries' dtype: exact.
-        k_KD, v_KD = widened(k_KD, q_MD.dtype), widened(v_KD, q_MD.dtype)
-        score_MK = tl.dot(q_MD, tl.trans(k_KD), input_precision=PRECISION)
-        if relative is not None:
-            score_MK += _added_scores(
-                relative, position_M, first_position, key, NUM_PROFILES, BLOCK_C, BLOCK_K, SPAN, PRECISION
-            )
-        if IS_MASKED:
-            is_seen_MK = key_K[None, :] <= last_seen_M[:, None]
-            if IS_WINDOWED:
-                is_seen_MK = is_seen_MK & (key_K[None, :] > position_M[:, None] - window_tokens)
-            score_MK = tl.where(is_seen_MK, score_MK, float("-inf"))
-        acc_MD, max_M, sum_M = take_in(acc_MD, max_M, sum_M, score_MK, v_KD, scale_log2, IS_MASKED, PRECISION)
-    return acc_MD, max_M, sum_M
-
-
-@triton.jit
-def _mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return ``relative`` as ``_added_scores`` takes it."""
-    mix_ptr, stride_row, stride_head, profiles_ptr, num_distances = relative
-    profile_C = tl.arange(0, BLOCK_C)
-    mix_ptr_MC = mix_ptr + (row_M * stride_row + head_M * stride_head)[:, None] + profile_C[None, :]
-    mix_MC = tl.load(mix_ptr_MC, mask=is_row_M[:, None] & (profile_C < NUM_PROFILES)[None, :], other=0.0)
-    return mix_MC, profiles_ptr, num_distances, LOG2_E / scale_log2
-
-
-@triton.jit
-def _end_of_far(relative, position, first_tile, last_tile, BLOCK_K: tl.constexpr):
-    """Return the end of the tiles whose keys are further than all distances from a position and those after it."""
-    _, _, num_distances, _ = relative
-    return tl.minimum(tl.maximum((position - num_distances + 1) // BLOCK_K, first_tile), last_tile)
-
-
-@triton.jit
-def _add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, has_sink_M):
-    """Take in the score of each row's head that no value belongs to."""
-    sinks_ptr, stride_row = sinks
-    sink_M = tl.load(sinks_ptr + row_M * stride_row + head_M, mask=has_sink_M, other=float("-inf"))
-    sink_M = sink_M.to(tl.float32) * LOG2_E
-    new_max_M = tl.maximum(max_M, sink_M)
-    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-    decay_M = tl.exp2(max_M - base_M)
-    return acc_MD * decay_M[:, None], new_max_M, sum_M * decay_M + tl.exp2(sink_M - base_M)
 
 
 @staged
@@ -308,35 +178,28 @@ def _decode_kernel(
     head_M = kv_head * GROUP + row_M
     is_row_M = row_M < GROUP
     q_ptr_MD = q_ptr + sequence * stride_q_row + (head_M * stride_q_head)[:, None] + channel_D[None, :]
-    wait_for_previous(OVERLAPS)
-    release_next(OVERLAPS)
-    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
     k_ptr += kv_head * stride_head
     v_ptr += kv_head * stride_head
     table_ptr += sequence * stride_table
-    acc_MD, max_M, sum_M = no_keys(BLOCK_M, BLOCK_D)
+    first_block = block_of(table_ptr, first_tile, last_tile, PAGE, BLOCK_K)
     position = context_len - 1
     position_M = tl.zeros([BLOCK_M], dtype=tl.int32) + position
-    # fmt: off
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
     if relative is not None:
         row_M = sequence + tl.zeros([BLOCK_M], dtype=tl.int64)
-        relative = _mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES, BLOCK_C)
-        end_of_far = _end_of_far(relative, position, first_tile, last_tile, BLOCK_K)
-        acc_MD, max_M, sum_M = _attend(
-            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, end_of_far, first_key, context_len,
-            position_M, position_M, window_tokens, None, position, scale_log2, stride_block, stride_row,
-            PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, BLOCK_K, True, IS_WINDOWED, True, PRECISION,
-        )
-        first_tile = end_of_far
-    acc_MD, max_M, sum_M = _attend(
-        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, last_tile, first_key, context_len,
+        relative = mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES, BLOCK_C)
+    # fmt: off
+    acc_MD, max_M, sum_M = attend_few(
+        q_MD, k_ptr, v_ptr, table_ptr, first_tile, last_tile, first_block, first_key, context_len,
         position_M, position_M, window_tokens, relative, position, scale_log2, stride_block, stride_row,
-        PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, BLOCK_K, True, IS_WINDOWED, True, PRECISION,
+        PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_D, BLOCK_K, IS_WINDOWED, PRECISION,
     )
     # fmt: on
     if sinks is not None:
         row_M = sequence + tl.zeros([BLOCK_M], dtype=tl.int64)
-        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, is_row_M & (split == 0))
+        acc_MD, max_M, sum_M = add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, is_row_M & (split == 0))
     store_rows(
         acc_MD,
         max_M,
@@ -415,7 +278,9 @@ def _prefill_kernel(
     IS_WINDOWED: tl.constexpr,
     IS_CONTINUED: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    IS_SHORT: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     # Programs start in the order of their index: a sequence's last tiles, which see most keys, go first.
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -465,10 +330,15 @@ def _prefill_kernel(
 
     channel_D = tl.arange(0, BLOCK_D)
     q_ptr_MD = q_ptr + (row_M * stride_q_row + head_M * stride_q_head)[:, None] + channel_D[None, :]
-    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
     k_ptr += kv_head * stride_head
     v_ptr += kv_head * stride_head
     table_ptr += sequence * stride_table
+    first_block = None
+    if IS_SHORT:
+        first_block = block_of(table_ptr, first_tile, end_tile, PAGE, BLOCK_K)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    q_MD = tl.load(q_ptr_MD, mask=is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :], other=0.0)
     if IS_CONTINUED:
         prefix_row_M = (row_M - first_row) * NUM_HEADS + head_M
         is_read_MD = is_row_M[:, None] & (channel_D < HEAD_DIM)[None, :]
@@ -478,34 +348,42 @@ def _prefill_kernel(
     else:
         acc_MD, max_M, sum_M = no_keys(BLOCK_M, BLOCK_D)
     if relative is not None:
-        relative = _mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES, BLOCK_C)
+        relative = mixed_rows(relative, row_M, head_M, is_row_M, scale_log2, NUM_PROFILES, BLOCK_C)
     # fmt: off
-    if IS_WINDOWED:
-        acc_MD, max_M, sum_M = _attend(
-            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, first_whole, first_key, last_seen + 1,
+    if IS_SHORT:
+        acc_MD, max_M, sum_M = attend_few(
+            q_MD, k_ptr, v_ptr, table_ptr, first_tile, end_tile, first_block, first_key, last_seen + 1,
             position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block, stride_row,
-            PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, True, True, False, PRECISION,
+            PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, IS_WINDOWED, PRECISION,
         )
-    elif relative is not None:
-        end_of_far = _end_of_far(relative, first_position, first_whole, last_whole, BLOCK_K)
-        acc_MD, max_M, sum_M = _attend(
-            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, end_of_far, first_key, last_seen + 1,
-            position_M, last_seen_M, window_tokens, None, first_position, scale_log2, stride_block, stride_row,
-            PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, False, False, False, PRECISION,
+    else:
+        if IS_WINDOWED:
+            acc_MD, max_M, sum_M = attend_tiles(
+                acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_tile, first_whole, None, first_key,
+                last_seen + 1, position_M, last_seen_M, window_tokens, relative, first_position, scale_log2,
+                stride_block, stride_row, PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, True, True,
+                PRECISION,
+            )
+        elif relative is not None:
+            far_tile = end_of_far(relative, first_position, first_whole, last_whole, BLOCK_K)
+            acc_MD, max_M, sum_M = attend_tiles(
+                acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, far_tile, None, first_key,
+                last_seen + 1, position_M, last_seen_M, window_tokens, None, first_position, scale_log2, stride_block,
+                stride_row, PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, False, False, PRECISION,
+            )
+            first_whole = far_tile
+        acc_MD, max_M, sum_M = attend_tiles(
+            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, last_whole, None, first_key,
+            last_seen + 1, position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block,
+            stride_row, PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, False, False, PRECISION,
         )
-        first_whole = end_of_far
-    acc_MD, max_M, sum_M = _attend(
-        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, first_whole, last_whole, first_key, last_seen + 1,
-        position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block, stride_row,
-        PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, False, False, False, PRECISION,
-    )
-    acc_MD, max_M, sum_M = _attend(
-        acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, last_whole, end_tile, first_key, last_seen + 1,
-        position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block, stride_row,
-        PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, True, IS_WINDOWED, False, PRECISION,
-    )
+        acc_MD, max_M, sum_M = attend_tiles(
+            acc_MD, max_M, sum_M, q_MD, k_ptr, v_ptr, table_ptr, last_whole, end_tile, None, first_key,
+            last_seen + 1, position_M, last_seen_M, window_tokens, relative, first_position, scale_log2, stride_block,
+            stride_row, PAGE, HEAD_DIM, NUM_PROFILES, BLOCK_C, BLOCK_K, BLOCK_D, SPAN, True, IS_WINDOWED, PRECISION,
+        )
     if sinks is not None:
-        acc_MD, max_M, sum_M = _add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, is_row_M & (split == 0))
+        acc_MD, max_M, sum_M = add_sinks(acc_MD, max_M, sum_M, sinks, row_M, head_M, is_row_M & (split == 0))
     store_rows(
         acc_MD, max_M, sum_M, out_ptr, partial_ptr, lse_ptr, row_M, head_M, is_row_M, first_row, split, num_splits,
         v_scale, NUM_HEADS, HEAD_DIM, BLOCK_D, IS_SPLIT,
@@ -658,13 +536,6 @@ def decode_tile(call: _Call) -> Tile:
     return NARROW_DECODE_TILE if is_narrow else DECODE_TILE
 
 
-def least_decode_programs(num_programs: int, tile: Tile, k_BPGD: Tensor) -> int:
-    """Return how many programs decodes are split into at least, if they are ``num_programs`` with one split."""
-    # Keys and values that a program loads ahead.
-    bytes_each = (tile.num_stages - 1) * tile.keys * 2 * k_BPGD.shape[3] * k_BPGD.element_size()
-    return num_programs if num_programs * bytes_each >= DECODE_BYTES else DECODE_PROGRAMS
-
-
 def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     """Write the rows of the decodes."""
     q_THD, memory, batch, out_THD, _, window_tokens, *_ = call
@@ -674,7 +545,7 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
     num_blocks = batch.block_table_NM.shape[1]
     if window_tokens is not None:
         num_blocks = min(num_blocks, window_tokens // BLOCK_TOKENS + 2)
-    least_programs = least_decode_programs(num_programs, tile, memory.k_BPGD)
+    least_programs = least_decode_programs(num_programs, tile.bytes_ahead(memory.k_BPGD), DECODE_PROGRAMS)
     plan = plan_decodes(num_programs, num_blocks, launches, least_programs=least_programs)
     partials = scratch(out_THD, num_decodes, plan.num_splits, is_needed=plan.is_split)
     _decode_kernel[(num_decodes, num_kv_heads, plan.num_splits)](
@@ -795,12 +666,17 @@ def _num_prefix_blocks(batch: AttentionBatch, sequence: int, num_distances: int 
 
 def _attend_together(call: _Call, first: int, end: int, launches: Launches = Launches.MEASURED) -> None:
     """Write the rows of the prefills ``[first, end)``."""
+    tile, num_programs = call.prefill_tile, (end - first) * call.num_kv_heads
+    least_programs = least_decode_programs(num_programs, tile.bytes_ahead(call.memory.k_BPGD), SHORT_PROGRAMS)
     plan = plan_prefills(
-        call.batch, (first, end), len(call.q_THD), call.group, call.num_kv_heads, call.prefill_tile[:2],
-        call.window_tokens, launches,
+        call.batch, (first, end), len(call.q_THD), (call.group, call.num_kv_heads), tile[:2],
+        call.window_tokens, launches, SplitLimits(least_programs, MAX_SHORT_SPLITS),
     )  # fmt: skip
     partials = scratch(call.out_THD, plan.num_tokens, plan.num_splits, is_needed=plan.num_splits > 1)
-    _launch_prefills(call, (first, end), plan.num_tiles, partials, plan.num_splits, plan.max_prefills)
+    is_short = call.batch.most_rows is not None and launches is Launches.MEASURED
+    _launch_prefills(
+        call, (first, end), plan.num_tiles, partials, plan.num_splits, plan.max_prefills, is_short=is_short
+    )
     if plan.num_splits > 1:
         combine(*partials, call.out_THD, call.batch.query_starts[first], plan.num_tokens, plan.num_splits)
 
@@ -826,6 +702,7 @@ def _launch_prefills(
     max_prefills: int,
     *,
     num_prefix_keys: int = 0,
+    is_short: bool = False,
 ) -> None:
     """Launch the kernel for the prefills ``[first, end)``.
 
@@ -833,6 +710,7 @@ def _launch_prefills(
         partials: scratch for the splits' results and logarithms of sums; with ``num_prefix_keys``, those of the
             attention to these first keys, which the kernel starts from.
         max_prefills: what the kernel is compiled for.
+        is_short: whether programs have few tiles of keys, and mask all of them.
     """
     first, end = prefills
     q_THD, memory, batch, out_THD, _, window_tokens, is_causal, _ = call
@@ -877,7 +755,9 @@ def _launch_prefills(
         IS_WINDOWED=window_tokens is not None,
         IS_CONTINUED=num_prefix_keys > 0,
         IS_CAUSAL=is_causal,
+        IS_SHORT=is_short,
         PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **overlap_options(q_THD),
     )

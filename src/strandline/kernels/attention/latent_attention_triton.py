@@ -291,7 +291,7 @@ def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
     q_THD, _, batch, out_THV, _ = call
     tile = _tile(q_THD, PREFILL_TILE, batch.most_rows)
     end, first_row = len(batch.query_starts) - 1, batch.query_starts[num_decodes]
-    plan = plan_prefills(batch, (num_decodes, end), len(q_THD), q_THD.shape[1], 1, tile[:2], None, launches)
+    plan = plan_prefills(batch, (num_decodes, end), len(q_THD), (q_THD.shape[1], 1), tile[:2], None, launches)
     is_split = plan.num_splits > 1
     partials = scratch(out_THV, plan.num_tokens, plan.num_splits, is_needed=is_split)
     grid, where = (plan.num_tiles, plan.num_splits), (0, num_decodes, first_row, end - num_decodes, plan.num_tiles)

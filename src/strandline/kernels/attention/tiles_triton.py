@@ -5,7 +5,8 @@ units of log2, and sums of weights, all relative to the maxima (``no_keys``, ``t
 
 Source: Dao, "FlashAttention-2" (tiles of queries, deferred normalisation).
 
-Shape suffixes: M rows of a tile, K keys of a tile, D channels, N sequences of a launch.
+Shape suffixes: M rows of a tile, K keys of a tile, D channels, N sequences of a launch; B blocks, P tokens in a block,
+G key/value heads.
 """
 # mypy: ignore-errors
 
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 class Tile(NamedTuple):
@@ -22,6 +24,10 @@ class Tile(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+
+    def bytes_ahead(self, k_BPGD: Tensor) -> int:
+        """Return the size of the keys and values that a program loads ahead."""
+        return (self.num_stages - 1) * self.keys * 2 * k_BPGD.shape[3] * k_BPGD.element_size()
 
 
 FLOAT32_TILE = Tile(rows=16, keys=32, num_warps=8, num_stages=1)

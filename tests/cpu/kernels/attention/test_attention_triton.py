@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.attention.attention_splits import DecodePlan, num_decode_splits, num_prefill_splits
+from strandline.kernels.attention.attention_splits import (
+    DecodePlan,
+    least_decode_programs,
+    num_decode_splits,
+    num_prefill_splits,
+)
 from strandline.kernels.batch import AttentionBatch, KVMemory
 from strandline.kernels.gpu import GPUS, standing_for
 from strandline.kernels.operation import Launches
@@ -23,7 +28,12 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.attention import attention_prefix_triton, attention_splits, attention_triton
+from strandline.kernels.attention import (
+    attention_prefix_triton,
+    attention_splits,
+    attention_splits_triton,
+    attention_triton,
+)
 from strandline.kernels.attention.tiles_triton import Tile
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
@@ -136,6 +146,55 @@ def test_rows_that_see_to_the_end_equal_the_oracle(window_tokens: int | None, mo
     case = make_case(BLOCKS_OF_DRAFTS, heads=(2, 2, 16), window_tokens=window_tokens)
     case = replace(case, batch=replace(case.batch, most_rows=most_rows))
     check(case, "cpu", window_tokens, is_causal=False)
+
+
+def with_drafts(case: Case) -> Case:
+    """Return a step as a CUDA graph is planned for it, in which sequences verify drafts."""
+    most_rows = max(end - start for start, end in case.ranges)
+    planned = tuple(8192 for _ in case.ranges)
+    return replace(case, batch=replace(case.batch, most_rows=most_rows, context_lens=planned))
+
+
+@pytest.mark.parametrize("window_tokens", [None, 1, 5, 64])
+@pytest.mark.parametrize("scales", [None, (0.01, 0.02)])
+def test_drafts_equal_the_oracle_and_see_no_nan(window_tokens: int | None, scales: tuple[float, float] | None) -> None:
+    dtype = torch.float32 if scales is None else torch.bfloat16
+    case = make_case(BLOCKS_OF_DRAFTS, heads=(2, 3, 16), dtype=dtype, scales=scales, window_tokens=window_tokens)
+    check(with_drafts(case), "cpu", window_tokens)
+    check(with_sinks(with_drafts(case)), "cpu", window_tokens)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 40])
+def test_results_of_drafts_do_not_depend_on_the_splits(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
+    monkeypatch.setattr(attention_splits, "num_decode_splits", lambda *_: num_splits)
+    check(with_drafts(make_case(BLOCKS_OF_DRAFTS, heads=(1, 2, 8))), "cpu")
+
+
+@pytest.mark.parametrize(("num_sequences", "head_dim", "splits"), [(1, 256, 64), (16, 256, 9), (64, 256, 1)])
+def test_drafts_that_have_enough_bytes_under_way_are_not_split(
+    monkeypatch: pytest.MonkeyPatch, num_sequences: int, head_dim: int, splits: int
+) -> None:
+    case = with_drafts(make_case([(0, 3)] * num_sequences, heads=(2, 1, head_dim), dtype=torch.bfloat16))
+    found = Mock(return_value=1)
+    monkeypatch.setattr(attention_splits, "num_decode_splits", found)
+    check(case, "cpu")
+    assert num_decode_splits(*found.call_args.args) == splits
+
+
+@pytest.mark.parametrize("num_splits", [1, 32, 33, 70, 130])
+def test_splits_without_keys_are_not_read(num_splits: int) -> None:
+    partial_RSD, lse_RS = torch.randn(6, num_splits, 24), torch.randn(6, num_splits)
+    lse_RS[1, num_splits // 3 :] = -torch.inf
+    lse_RS[2, : num_splits - 1] = -torch.inf
+    lse_RS[3] = -torch.inf
+    lse_RS[4, 1::2] = -torch.inf
+    weight_RS1 = (lse_RS * log(2)).softmax(-1).nan_to_num().unsqueeze(-1)
+    expected_THD = (partial_RSD * weight_RS1).sum(1).view(3, 2, 24)
+    partial_RSD[lse_RS == -torch.inf] = torch.nan
+    out_THD = torch.full((4, 2, 24), torch.nan)
+    attention_splits_triton.combine(partial_RSD, lse_RS, out_THD, 1, 3, num_splits)
+    torch.testing.assert_close(out_THD[1:], expected_THD)
+    assert out_THD[0].isnan().all()
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 4), (1, 5, 16), (2, 2, 12)])
@@ -367,8 +426,8 @@ def test_few_decodes_are_split_and_long_ones_bounded(num_programs: int, num_bloc
 )
 def test_decodes_that_have_enough_bytes_under_way_are_not_split(num_programs: int, head_dim: int, splits: int) -> None:
     tile = attention_triton.DECODE_TILE if head_dim > 128 else attention_triton.NARROW_DECODE_TILE
-    k_BPGD = torch.empty(1, 64, 1, head_dim, dtype=torch.bfloat16, device="meta")
-    least_programs = attention_triton.least_decode_programs(num_programs, tile, k_BPGD)
+    bytes_each = tile.bytes_ahead(torch.empty(1, 64, 1, head_dim, dtype=torch.bfloat16))
+    least_programs = least_decode_programs(num_programs, bytes_each, attention_triton.DECODE_PROGRAMS)
     assert num_decode_splits(num_programs, 17, least_programs) == splits
 
 
