@@ -31,6 +31,11 @@ def items(*content: Any) -> list[Any]:
     ("request_of", "field", "value", "message"),
     [
         (COMPLETION, "max_tokens", 2**70, "max_tokens must be a whole number"),
+        (COMPLETION, "max_tokens", 5.0, ""),
+        (CHAT, "max_completion_tokens", 5.0, ""),
+        (MESSAGE, "max_tokens", 5.0, ""),
+        (RESPONSE, "max_output_tokens", 5.0, ""),
+        (COMPLETION, "top_k", float("1e400"), "top_k must be a whole number"),
         (COMPLETION, "top_k", 2**70, "top_k must be a whole number"),
         (COMPLETION, "min_tokens", 2**70, "min_tokens must be a whole number"),
         (COMPLETION, "n", 10**9, "n must be a whole number between 1 and 1024"),

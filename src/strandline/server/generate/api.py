@@ -25,6 +25,7 @@ from strandline.server.requests.request_bodies import (
     StreamOptions,
     Strings,
     Tokens,
+    Whole,
     check_extra,
     check_unicode,
 )
@@ -65,11 +66,11 @@ MAX_ID_CHARACTERS: Final = 256
 class GenerateParams(SamplingFields):
     """The sampling parameters of a request."""
 
-    n: int | None = None
-    max_tokens: int | None = 16
+    n: Whole | None = None
+    max_tokens: Whole | None = 16
     logprobs: Count | None = None
     logprob_token_ids: Tokens | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     detokenize: bool = True
     """No effect: no text is returned, and stop strings are always found."""
     structured_outputs: dict[str, Any] | None = None
@@ -86,7 +87,7 @@ class GenerateBody(BaseModel):
     sampling_params: GenerateParams = Field(default_factory=GenerateParams)
     model: str | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)] | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None

@@ -10,6 +10,7 @@ from strandline.errors import RequestError
 from strandline.server.http.sse import json_response
 from strandline.server.labels.questions import MAX_QUESTIONS, YES_OR_NO, Kind, Option, Question, Reading
 from strandline.server.labels.reads import LabelReads
+from strandline.server.requests.request_bodies import Whole
 from strandline.server.requests.service import Service
 from strandline.server.requests.usage_and_logprobs import Json
 
@@ -132,7 +133,7 @@ class DecisionsBody(Strict):
     safety_identifier: str | None = None
     joint: bool | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     include_cache_account: bool = False
 
     def text(self) -> str:

@@ -18,7 +18,7 @@ from strandline.errors import RequestError
 from strandline.server.http.sse import json_response
 from strandline.server.labels.questions import Reading
 from strandline.server.labels.reads import LabelReads
-from strandline.server.requests.request_bodies import NOT_SERVED, Prompts, Tokens, check_extra, sent_as
+from strandline.server.requests.request_bodies import NOT_SERVED, Prompts, Tokens, Whole, check_extra, sent_as
 from strandline.server.requests.service import Service
 from strandline.server.requests.usage_and_logprobs import Json
 
@@ -42,7 +42,7 @@ class ScoringFields(BaseModel):
 
     model: str | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     include_cache_account: bool = False
 
 

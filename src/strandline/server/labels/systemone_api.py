@@ -14,6 +14,7 @@ from strandline.server.http.sse import json_response
 from strandline.server.labels.decisions_api import refuse_joint
 from strandline.server.labels.questions import MAX_QUESTIONS, YES_OR_NO, Kind, Option, Question, Reading
 from strandline.server.labels.reads import LabelReads
+from strandline.server.requests.request_bodies import Whole
 from strandline.server.requests.service import Service
 from strandline.server.requests.usage_and_logprobs import Json
 
@@ -81,7 +82,7 @@ class SystemOneBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     joint: bool | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     request_id: str | None = None
     include_cache_account: bool = False
 

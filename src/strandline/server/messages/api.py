@@ -21,7 +21,7 @@ from strandline.server.messages.blocks import Blocks
 from strandline.server.messages.content import BlockTexts
 from strandline.server.messages.history import History, read_history
 from strandline.server.messages.tools import read_tools
-from strandline.server.requests.request_bodies import Objects, Strings, check_extra, effort_options, sent_as
+from strandline.server.requests.request_bodies import Objects, Strings, Whole, check_extra, effort_options, sent_as
 from strandline.server.requests.service import Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.tools import Toolbox
@@ -131,10 +131,10 @@ class CountBody(BaseModel):
 class MessagesBody(CountBody):
     """Body of ``/v1/messages``."""
 
-    max_tokens: int
+    max_tokens: Whole
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     stop_sequences: Strings | None = None
     stream: bool = False
     output_format: dict[str, Any] | None = None

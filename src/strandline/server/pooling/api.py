@@ -21,7 +21,7 @@ from strandline.errors import EngineError, RequestError
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
 from strandline.server.http.sse import json_response
-from strandline.server.requests.request_bodies import Objects, Prompts, check_extra, truncation_of
+from strandline.server.requests.request_bodies import Objects, Prompts, Whole, check_extra, truncation_of
 from strandline.server.requests.service import Service, truncated_ids
 from strandline.server.requests.usage_and_logprobs import Json, usage
 
@@ -39,7 +39,7 @@ class EmbeddingsBody(BaseModel):
     input: Prompts | None = None
     messages: Objects | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
+    dimensions: Whole | None = None
     normalize: bool | None = None
     """Scale vectors to length 1; None: do so."""
     use_activation: bool | None = None
@@ -47,9 +47,9 @@ class EmbeddingsBody(BaseModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Whole | None = None
     truncation_side: str | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     cache_salt: str | None = None
     include_cache_account: bool = False
 

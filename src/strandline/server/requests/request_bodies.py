@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields, and vLLM's where OpenAI has none.
 
-Types are strict: ``"5"`` is not a number. Unknown fields are ignored, as OpenAI's clients expect of older servers, and
-logged once. Unsupported fields that would change the answer are rejected.
+Types are strict: ``"5"`` is not a number, but ``5.0`` is a whole one. Unknown fields are ignored, as OpenAI's clients
+expect of older servers, and logged once. Unsupported fields that would change the answer are rejected.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from strandline.errors import RequestError
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
@@ -62,7 +62,14 @@ EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 STRUCTURED: Final = "structured_outputs"
 STRUCTURE_FIELDS: Final = ("response_format", STRUCTURED, *GUIDED, "guided_whitespace_pattern")
 
-Count = Annotated[int, Field(ge=0)]
+
+def _whole(value: Any) -> Any:
+    """Return a whole number that is written with a fraction, as some JSON libraries write all numbers."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=0)]
 
 
 def _list_of(kind: type, what: str) -> Callable[[Any], Any]:
@@ -128,24 +135,24 @@ class SamplingFields(BaseModel):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     stop: str | Strings | None = None
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool = False
     bad_words: Strings | None = None
     logit_bias: dict[str, Any] | None = None
     allowed_token_ids: Tokens | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     ignore_eos: bool = False
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     skip_special_tokens: bool = True
-    thinking_token_budget: int | None = None
-    thinking_budget_tokens: int | None = None
+    thinking_token_budget: Whole | None = None
+    thinking_budget_tokens: Whole | None = None
     """llama.cpp's name for the same."""
 
     def given(self) -> dict[str, Any]:
@@ -166,7 +173,7 @@ class SamplingBody(SamplingFields):
     """Fields of other APIs, and what this one has instead."""
 
     model: str | None = None
-    n: int | None = None
+    n: Whole | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
@@ -174,8 +181,8 @@ class SamplingBody(SamplingFields):
     """In log-probabilities, tokens are ``token_id:ID`` instead of texts."""
     logprob_token_ids: Tokens | None = None
     """Tokens reported at every position of the output instead of the most likely ones."""
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Whole | None = None
+    truncate_prompt_tokens: Whole | None = None
     truncation_side: str | None = None
     cache_salt: str | None = None
     include_cache_account: bool = False
@@ -232,7 +239,7 @@ class CompletionBody(SamplingBody):
     foreign = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "stop_sequences": "stop"}
 
     prompt: Prompts
-    max_tokens: int | None = 16
+    max_tokens: Whole | None = 16
     logprobs: Count | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -250,8 +257,8 @@ class ChatBody(SamplingBody):
     }
 
     messages: Annotated[Objects, Field(min_length=1)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = False
     top_logprobs: Count | None = None
     add_generation_prompt: bool = True

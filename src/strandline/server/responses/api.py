@@ -21,6 +21,7 @@ from strandline.server.requests.request_bodies import (
     Objects,
     SamplingFields,
     Strings,
+    Whole,
     check_extra,
     check_unicode,
     effort_options,
@@ -85,8 +86,8 @@ class ResponsesBody(SamplingFields):
     model: str | None = None
     input: str | Objects
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    n: int | None = None
+    max_output_tokens: Whole | None = None
+    n: Whole | None = None
     stream: bool | None = False
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
