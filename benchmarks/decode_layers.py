@@ -1,10 +1,11 @@
-"""Time of a layer when one sequence decodes, from a CUDA graph of some layers, without the engine and its host.
+"""Time of a layer when sequences decode, from a CUDA graph of some layers, without the engine and its host.
 
     PYTHONPATH=src python benchmarks/decode_layers.py --model benchmarks/configs/qwen3.5-35b-a3b-fp8
     PYTHONPATH=src python benchmarks/decode_layers.py --dequantize --sweep
     PYTHONPATH=src python benchmarks/decode_layers.py --drafts 2
+    PYTHONPATH=src python benchmarks/decode_layers.py --drafts 2 --sequences 16
 
-With drafts, the sequence verifies these, and as many that were accepted are logged.
+With drafts, each sequence verifies these, and as many that were accepted are logged.
 
 Weights are random. The graph is replayed sixty times, in five rounds that take turns with those of other variants;
 microseconds per layer are of the fastest round. Hidden states are compared with those of the first variant. Kernels are
@@ -19,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -129,7 +129,7 @@ def read_config(options: argparse.Namespace) -> ModelConfig:
 
 
 class Layers:
-    """A model of some layers, and a step in which one sequence decodes, or verifies drafts."""
+    """A model of some layers, and a step in which sequences decode, or verify drafts."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.model: Any = load_model(
@@ -143,49 +143,62 @@ class Layers:
         self.kernels = choose_kernels(self.model, kind_of(device))
         self.model.use_kernels(self.kernels)
         self.num_layers = len(self.model.spec.layers)
-        per_slab = self.model.spec.blocks_per_slab
-        num_blocks = -(-CONTEXT_TOKENS // BLOCK_TOKENS)
-        drafts = {"num_draft_logs": 2, "draft_tokens": options.drafts} if options.drafts else {}
-        arena = ArenaTensors(self.model.spec, 4 + -(-num_blocks // per_slab), device, **drafts)
+        count, num_rows = options.sequences, 1 + options.drafts
+        per_slab, num_blocks = self.model.spec.blocks_per_slab, -(-CONTEXT_TOKENS // BLOCK_TOKENS)
+        drafts = {"num_draft_logs": 1 + count, "draft_tokens": options.drafts} if options.drafts else {}
+        num_slabs = 1 + count + -(-(1 + count * num_blocks) // per_slab)
+        arena = ArenaTensors(self.model.spec, num_slabs, device, **drafts)
         self.memory = self.model.bind(arena)
-        rows = torch.arange(1 + options.drafts, device=device)
-        one = partial(torch.full, (1,), dtype=torch.int64, device=device)
-        blocks = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)
-        positions = CONTEXT_TOKENS - len(rows) + rows
-        slot, num_decodes = one(arena.num_slabs - 1), 0 if options.drafts else 1
+        sequence_N1, row_R = torch.arange(count, device=device)[:, None], torch.arange(num_rows, device=device)
+        block_table_NM = 1 + sequence_N1 * num_blocks + torch.arange(num_blocks, device=device)
+        positions_NR = (CONTEXT_TOKENS - num_rows + row_R).expand(count, num_rows)
+        # Slots are counted from the first slab, blocks from the last.
+        slot_N, num_decodes = num_slabs - 1 - sequence_N1.flatten(), 0 if options.drafts else count
         self.batch = StepBatch(
-            token_ids_T=7 + 11 * rows,
-            positions_T=positions,
+            token_ids_T=(7 + 11 * (sequence_N1 * num_rows + row_R)).flatten() % VOCAB_SIZE,
+            positions_T=positions_NR.flatten(),
             num_decodes=num_decodes,
             num_decode_rows=num_decodes,
             attention=AttentionBatch(
-                query_starts=(0, len(rows)),
-                context_lens=(CONTEXT_TOKENS,),
-                query_starts_N1=torch.arange(2, device=device) * len(rows),
-                context_lens_N=one(CONTEXT_TOKENS),
-                block_table_NM=blocks.unsqueeze(0),
-                write_blocks_T=blocks[positions // BLOCK_TOKENS].long(),
-                write_offsets_T=positions % BLOCK_TOKENS,
+                query_starts=tuple(range(0, (count + 1) * num_rows, num_rows)),
+                context_lens=(CONTEXT_TOKENS,) * count,
+                query_starts_N1=torch.arange(count + 1, device=device) * num_rows,
+                context_lens_N=torch.full((count,), CONTEXT_TOKENS, dtype=torch.int64, device=device),
+                block_table_NM=block_table_NM.int(),
+                write_blocks_T=block_table_NM.gather(1, positions_NR // BLOCK_TOKENS).flatten(),
+                write_offsets_T=positions_NR.flatten() % BLOCK_TOKENS,
                 is_all_written=True,
-                most_rows=len(rows) if options.drafts else None,
+                most_rows=num_rows if options.drafts else None,
             ),
-            recurrent=self.verifying(slot, options.drafts) if options.drafts else decoding(slot),
+            recurrent=self.verifying(slot_N, options.drafts) if options.drafts else decoding(slot_N),
         )
         self.arena = arena
 
-    def verifying(self, slot_1: Tensor, num_drafts: int) -> RecurrentBatch:
-        """Return a step of one sequence, whose accepted drafts are logged, and which has as many new ones."""
-        row_D, device = torch.arange(num_drafts, device=slot_1.device), slot_1.device
+    def verifying(self, slot_N: Tensor, num_drafts: int) -> RecurrentBatch:
+        """Return a step of sequences whose accepted drafts are logged, and which have as many new ones."""
+        count, device = len(slot_N), slot_N.device
+        sequence_N1, row_D = torch.arange(count, device=device)[:, None], torch.arange(num_drafts, device=device)
+        first_N1, step_row_N1 = sequence_N1 * (2 * num_drafts + 1), sequence_N1 * (1 + num_drafts)
+        place_ND = (1 + sequence_N1) * num_drafts + row_D
         # Rows of the step among all, logged rows and their places in the log; then rows and places of new drafts.
-        tables = (num_drafts + torch.arange(1 + num_drafts, device=device), row_D, num_drafts + row_D)
-        replay = ReplayBatch(
-            2 * num_drafts + 1, *tables, 1 + row_D, tables[2], insert_logged=self.kernels[insert_logged]
+        tables = (
+            first_N1 + num_drafts + torch.arange(1 + num_drafts, device=device),
+            first_N1 + row_D,
+            place_ND,
+            step_row_N1 + 1 + row_D,
+            place_ND,
         )
+        num_rows = count * (2 * num_drafts + 1)
+        flat = [table.flatten() for table in tables]
+        replay = ReplayBatch(num_rows, *flat, insert_logged=self.kernels[insert_logged])
         # The state is stored behind the last token that is certain.
-        slot = 0 if device == META else int(slot_1)
-        chunks = Chunks((0, 2), (0, num_drafts + 1), (num_drafts + 1, num_drafts), (slot, 0), is_short=True)
+        slots = [0] * count if device == META else slot_N.tolist()
+        starts = [row for first in range(0, num_rows, 2 * num_drafts + 1) for row in (first, first + num_drafts + 1)]
+        cuts = tuple(cut for slot in slots for cut in (slot, 0))
+        firsts = tuple(range(0, 2 * count + 1, 2))
+        chunks = Chunks(firsts, tuple(starts), (num_drafts + 1, num_drafts) * count, cuts, is_short=True)
         columns = [torch.tensor(column, device=device) for column in chunks.columns]
-        return RecurrentBatch(slot_1, torch.zeros_like(slot_1), chunks.with_tensors(columns), replay=replay)
+        return RecurrentBatch(slot_N, torch.zeros_like(slot_N), chunks.with_tensors(columns), replay=replay)
 
     @torch.inference_mode()
     def forward(self) -> Tensor:
@@ -334,6 +347,7 @@ def main() -> int:
     parser.add_argument("--model", default="benchmarks/configs/qwen3.5-35b-a3b-fp8")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="also try other launches")
     parser.add_argument("--registers", action="store_true")
