@@ -45,11 +45,21 @@ NO_KEY = -(2**63)
 
 
 @triton.jit
+def _ordered_bits(logit):
+    """Return int32 that are ordered as the logits are; both zeros have the same."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _key_of_bits(bits, token, INDEX_BITS: tl.constexpr):
+    return (bits.to(tl.int64) << INDEX_BITS) + ((1 << INDEX_BITS) - 1 - token).to(tl.int64)
+
+
+@triton.jit
 def _key(logit, token, INDEX_BITS: tl.constexpr):
     """Return int64 keys: larger for larger logits, and of equal ones for lower tokens."""
-    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << INDEX_BITS) + ((1 << INDEX_BITS) - 1 - token).to(tl.int64)
+    return _key_of_bits(_ordered_bits(logit), token, INDEX_BITS)
 
 
 @triton.jit
@@ -76,13 +86,24 @@ def _top_key_kernel(
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    token_V = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    place_V = tl.arange(0, CHUNK)
+    token_V = tl.program_id(1) * CHUNK + place_V
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     logit_V = tl.load(logits_ptr + row * stride_n + token_V, mask=token_V < V, other=float("-inf")).to(tl.float32)
     # A NaN of either sign is the largest, so that the row is seen to have no finite maximum.
-    key_V = _key(tl.where(logit_V != logit_V, float("inf"), logit_V), first + token_V, INDEX_BITS)
-    tl.store(keys_ptr + row * S + tl.program_id(1), tl.max(key_V, axis=0))
+    bits_V = _ordered_bits(tl.where(logit_V != logit_V, float("inf"), logit_V))
+    if logits_ptr.dtype.element_ty == tl.bfloat16:
+        # Half of the bits say all: the others are the place, counted from the last one, for one reduction in 32 bits.
+        tl.static_assert(CHUNK <= 65536)
+        best = tl.max((bits_V & -65536) | (CHUNK - 1 - place_V), axis=0)
+        place = CHUNK - 1 - (best & 0xFFFF)
+        top = tl.where(best < 0, best | 0xFFFF, best & -65536)
+    else:
+        top = tl.max(bits_V, axis=0)
+        place = tl.min(tl.where(bits_V == top, place_V, CHUNK), axis=0)
+    key = _key_of_bits(top, first + tl.program_id(1) * CHUNK + place, INDEX_BITS)
+    tl.store(keys_ptr + row * S + tl.program_id(1), key)
 
 
 @triton.jit

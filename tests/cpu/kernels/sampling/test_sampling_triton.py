@@ -166,6 +166,19 @@ def test_greedy_takes_the_first_of_the_largest(vocab: int, dtype: torch.dtype) -
     check_greedy(torch.cat((logits_NV, logits_NV), dim=-1)[:, :vocab])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_largest_keys_are_the_torch_versions(dtype: torch.dtype) -> None:
+    logits_NV = torch.randn(6, 600)
+    logits_NV[1:].abs_().neg_()
+    logits_NV[2, 300:310] = -1e-30
+    logits_NV[3, 400] = torch.nan
+    logits_NV[4] = -torch.inf
+    logits_NV[5, 256:] = torch.tensor([0.0, -0.0])[torch.randint(2, (344,))]
+    keys_NS = sampling_triton.top_keys(logits_NV.to(dtype), 7)
+    assert keys_NS.shape == (6, 3)
+    assert torch.equal(keys_NS.amax(dim=1, keepdim=True), sampling.top_keys.reference(logits_NV.to(dtype), 7))
+
+
 @pytest.mark.parametrize("vocab", [1, 127, 300, 1000])
 def test_draws_invert_the_cumulated_distribution(vocab: int) -> None:
     logits_V = 2 * torch.randn(vocab)
