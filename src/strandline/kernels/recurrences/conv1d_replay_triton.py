@@ -1,11 +1,11 @@
 """The convolution of a step that verifies drafts, in one Triton launch: four otherwise, and most of a few rows' time.
 
 A program owns some channels of one sequence. It reads its logged inputs, then the step's own, ``ROWS`` at a time, and
-convolves them behind the window; then it stores windows; and when it has read all of the log, it logs the drafts. Where
-layers log further inputs, the last programs put these in order.
+convolves them behind the window: a thread has all of these rows of its channels, so that each is loaded once. Windows
+are stored from the same registers, and drafts logged, unless a sequence has more rows: these are logged when all of the
+log has been read. Where layers log further inputs, the last programs put these in order.
 
-Shape suffixes as in ``conv1d.py``; R rows, of logged tokens and the step's own, D columns of a further input; in the
-kernel J rows of a window.
+Shape suffixes as in ``conv1d.py``; R rows, of logged tokens and the step's own, D columns of a further input.
 """
 # mypy: ignore-errors
 
@@ -24,9 +24,12 @@ from strandline.kernels.recurrences.replay_triton import insert_logged
 from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 
 ROWS = 8
-"""Read at once: all of a sequence that verifies up to three drafts."""
+"""Convolved at once: all of a sequence that verifies up to three drafts."""
 
-LAUNCHES = {4: (32, 1), 32: (64, 1), 1 << 62: (256, 2)}
+ORDERED = tl.constexpr(8)
+"""Rows of a further input that are put in order at once."""
+
+LAUNCHES = {4: (32, 1), 1 << 62: (128, 1)}
 """Channels and warps of a program, by the largest number of sequences."""
 
 MAX_OTHERS = 2
@@ -103,7 +106,7 @@ def _launch(
         *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *strides(window_SRC),
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
         SIZE_1=sizes[0], SIZE_2=sizes[1], BLOCK_D=next_power_of_2(max(1, *sizes)),
-        CONV_BLOCKS=num_blocks, ROWS=ROWS, BLOCK_J=next_power_of_2(weight_CW.shape[1]),
+        CONV_BLOCKS=num_blocks, ROWS=max(ROWS, weight_CW.shape[1] - 1),
         BLOCK_C=block_c, num_warps=num_warps, **overlap_options(outs[0]),
     )  # fmt: skip
 
@@ -151,7 +154,6 @@ def _replay_kernel(
     BLOCK_D: tl.constexpr,
     CONV_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_J: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -167,11 +169,11 @@ def _replay_kernel(
     if SIZE_1 > 0:
         is_for_first = block == CONV_BLOCKS
         if is_for_first:
-            _order_rows(other_1, log_1, out_1, *tables, stride_1, SIZE_1, ROWS, BLOCK_D, OVERLAPS)
+            _order_rows(other_1, log_1, out_1, *tables, stride_1, SIZE_1, BLOCK_D, OVERLAPS)
     if SIZE_2 > 0:
         is_for_second = block == CONV_BLOCKS + 1
         if is_for_second:
-            _order_rows(other_2, log_2, out_2, *tables, stride_2, SIZE_2, ROWS, BLOCK_D, OVERLAPS)
+            _order_rows(other_2, log_2, out_2, *tables, stride_2, SIZE_2, BLOCK_D, OVERLAPS)
     if block < CONV_BLOCKS:
         channel_C = block * BLOCK_C + tl.arange(0, BLOCK_C)
         is_channel_C = channel_C < C
@@ -190,92 +192,56 @@ def _replay_kernel(
         wait_for_previous(OVERLAPS)
         release_next(OVERLAPS)
 
-        rows = (x_ptr, log_ptr, source_ptr, start, end, x_row_stride)
-        # Of one dtype, rows of the old window are loaded as the others are: an address is chosen, and not a value.
-        old_row_ptr = window_ptr + src * slot_stride
-        IS_SAME: tl.constexpr = window_ptr.dtype == x_ptr.dtype
-        offset_R = tl.arange(0, ROWS)
-        for first_row in range(start, end, ROWS):
-            row_R = first_row + offset_R
-            y_RC = tl.zeros([ROWS, BLOCK_C], tl.float32)
-            for tap in tl.static_range(W):
-                tap_R = row_R + (tap - (W - 1))
-                if IS_SAME:
-                    row_RC = _load_rows(*rows, tap_R, channel_C, C, old_row_ptr, src, window_row_stride, W)
+        for first_row in range(start, tl.maximum(end, start + 1), ROWS):
+            # Rows before the block, then its own: a thread has all rows of its channels.
+            is_first = first_row == start
+            rows = ()
+            places = ()
+            for i in tl.static_range(W - 1 + ROWS):
+                row = first_row + (i - (W - 1))
+                is_row = (row >= start) & (row < end)
+                source = tl.load(source_ptr + row, mask=is_row, other=0)
+                row_ptr = tl.where(source >= 0, x_ptr + source * x_row_stride, log_ptr + (-1 - source) * C)
+                row_C = tl.load(row_ptr + channel_C, mask=is_channel_C & is_row, other=0.0)
+                if i < W - 1:
+                    row_C = tl.where(is_first, old[i], row_C)
                 else:
-                    row_RC = _load_rows(*rows, tap_R, channel_C, C, None, src, window_row_stride, W)
-                    row_RC = _or_old(row_RC, old, tap_R - start, W)
-                y_RC += row_RC.to(tl.float32) * weights[tap][None, :]
-            if HAS_BIAS:
-                y_RC += tl.load(bias_ptr + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)[None, :]
-            is_output_RC = (row_R < end)[:, None] & is_channel_C[None, :]
-            y_ptrs = y_ptr + (row_R * C)[:, None] + channel_C[None, :]
-            tl.store(y_ptrs, activate(y_RC, y_ptr.dtype.element_ty, IS_SILU), mask=is_output_RC)
+                    places += (tl.load(place_ptr + row, mask=is_row, other=NO_PLACE),)
+                rows += (row_C,)
+            for i in tl.static_range(ROWS):
+                y_C = tl.zeros([BLOCK_C], tl.float32)
+                for tap in tl.static_range(W):
+                    y_C += rows[i + tap].to(tl.float32) * weights[tap]
+                if HAS_BIAS:
+                    y_C += tl.load(bias_ptr + channel_C, mask=is_channel_C, other=0.0).to(tl.float32)
+                y_C = activate(y_C, y_ptr.dtype.element_ty, IS_SILU)
+                tl.store(y_ptr + (first_row + i) * C + channel_C, y_C, mask=is_channel_C & (first_row + i < end))
 
-        # Other threads may still read what this one is about to overwrite: the window here, the log below.
-        tl.debug_barrier()
-        window_J = tl.arange(0, BLOCK_J)
-        is_window_JC = (window_J < W - 1)[:, None] & is_channel_C[None, :]
-        for chunk in range(first_chunk, end_chunk + 1):
-            is_chunk = chunk < end_chunk
-            slot = tl.where(is_chunk, tl.load(cut_slots_ptr + chunk, mask=is_chunk, other=0), dst)
-            stop = tl.load(starts_ptr + chunk, mask=is_chunk, other=0)
-            stop = tl.where(is_chunk, stop + tl.load(lengths_ptr + chunk, mask=is_chunk, other=0), end)
-            if slot != 0:
-                window_row_J = stop - (W - 1) + window_J
-                new_JC = _load_rows(*rows, window_row_J, channel_C, C, None, src, window_row_stride, W)
-                new_JC = _or_old(new_JC, old, window_row_J - start, W)
-                new_ptrs = window_ptr + slot * slot_stride + window_J[:, None] * window_row_stride + channel_C[None, :]
-                tl.store(new_ptrs, new_JC.to(window_ptr.dtype.element_ty), mask=is_window_JC)
+            # Other threads may still read the window and the log.
+            tl.debug_barrier()
+            for chunk in range(first_chunk, end_chunk + 1):
+                is_chunk = chunk < end_chunk
+                slot = tl.where(is_chunk, tl.load(cut_slots_ptr + chunk, mask=is_chunk, other=0), dst)
+                stop = tl.load(starts_ptr + chunk, mask=is_chunk, other=0)
+                stop = tl.where(is_chunk, stop + tl.load(lengths_ptr + chunk, mask=is_chunk, other=0), end)
+                if slot != 0:
+                    for i in tl.static_range(W - 1 + ROWS):
+                        index = first_row + i - stop
+                        is_stored = (index >= 0) & (index < W - 1) & (is_first | (i >= W - 1))
+                        new_ptrs = window_ptr + slot * slot_stride + index * window_row_stride + channel_C
+                        tl.store(new_ptrs, rows[i].to(window_ptr.dtype.element_ty), mask=is_channel_C & is_stored)
+            if end - start <= ROWS:
+                for i in tl.static_range(ROWS):
+                    tl.store(log_ptr + places[i] * C + channel_C, rows[W - 1 + i], mask=is_channel_C & (places[i] >= 0))
 
-        tl.debug_barrier()
-        for first_row in range(start, end, ROWS):
-            row_R = first_row + offset_R
-            place_R = tl.load(place_ptr + row_R, mask=row_R < end, other=NO_PLACE)
-            source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
-            is_draft_RC = (place_R >= 0)[:, None] & is_channel_C[None, :]
-            draft_ptrs = x_ptr + (source_R * x_row_stride)[:, None] + channel_C[None, :]
-            draft_RC = tl.load(draft_ptrs, mask=is_draft_RC)
-            tl.store(log_ptr + (place_R * C)[:, None] + channel_C[None, :], draft_RC, mask=is_draft_RC)
-
-
-@triton.jit
-def _load_rows(
-    x_ptr,
-    log_ptr,
-    source_ptr,
-    start,
-    end,
-    x_row_stride,
-    row_R,
-    channel_C,
-    C: tl.constexpr,
-    old_ptr,
-    src,
-    window_row_stride,
-    W: tl.constexpr,
-):
-    """Load rows of a sequence, where there are some.
-
-    Args:
-        old_ptr: before the first row those of this window are loaded; None: zeros.
-    """
-    is_row_R = (row_R >= start) & (row_R < end)
-    source_R = tl.load(source_ptr + row_R, mask=is_row_R, other=0)
-    ptr_R = tl.where(source_R >= 0, x_ptr + source_R * x_row_stride, log_ptr + (-1 - source_R) * C)
-    if old_ptr is not None:
-        ptr_R = tl.where(row_R < start, old_ptr + (row_R - start + (W - 1)) * window_row_stride, ptr_R)
-        is_row_R = is_row_R | ((row_R < start) & (src != 0))
-    is_row_RC = is_row_R[:, None] & (channel_C < C)[None, :]
-    return tl.load(ptr_R[:, None] + channel_C[None, :], mask=is_row_RC, other=0.0)
-
-
-@triton.jit
-def _or_old(row_RC, old, index_R, W: tl.constexpr):
-    """Return rows of a sequence; before its first one, those of the old window."""
-    for j in tl.static_range(W - 1):
-        row_RC = tl.where((index_R + (W - 1) == j)[:, None], old[j][None, :], row_RC)
-    return row_RC
+        if end - start > ROWS:
+            # Later blocks read the log, too.
+            tl.debug_barrier()
+            for row in range(start, end):
+                place = tl.load(place_ptr + row)
+                draft_ptrs = x_ptr + tl.load(source_ptr + row) * x_row_stride + channel_C
+                draft_C = tl.load(draft_ptrs, mask=is_channel_C & (place >= 0), other=0.0)
+                tl.store(log_ptr + place * C + channel_C, draft_C, mask=is_channel_C & (place >= 0))
 
 
 @triton.jit
@@ -289,7 +255,6 @@ def _order_rows(
     end,
     x_row_stride,
     SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -298,8 +263,8 @@ def _order_rows(
     release_next(OVERLAPS)
     column_D = tl.arange(0, BLOCK_D)
     is_column_D = column_D < SIZE
-    for first_row in range(start, end, ROWS):
-        row_R = first_row + tl.arange(0, ROWS)
+    for first_row in range(start, end, ORDERED):
+        row_R = first_row + tl.arange(0, ORDERED)
         source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
         is_tile_RD = (row_R < end)[:, None] & is_column_D[None, :]
         is_step_R1 = (source_R >= 0)[:, None]
@@ -310,8 +275,8 @@ def _order_rows(
         out_ptrs = out_ptr + (row_R * SIZE)[:, None] + column_D[None, :]
         tl.store(out_ptrs, tl.where(is_step_R1, step_RD, logged_RD), mask=is_tile_RD)
     tl.debug_barrier()
-    for first_row in range(start, end, ROWS):
-        row_R = first_row + tl.arange(0, ROWS)
+    for first_row in range(start, end, ORDERED):
+        row_R = first_row + tl.arange(0, ORDERED)
         place_R = tl.load(place_ptr + row_R, mask=row_R < end, other=NO_PLACE)
         source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
         is_tile_RD = (place_R >= 0)[:, None] & is_column_D[None, :]
