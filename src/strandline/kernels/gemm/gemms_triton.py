@@ -33,6 +33,7 @@ from strandline.kernels.gemm.library_triton import multiply_in_library
 from strandline.kernels.gemm.logits_triton import logits_of_many
 from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.gemm.low_rank_triton import add_low_rank, shrink_rows, shrink_tiles
+from strandline.kernels.gemm.preloaded_triton import launch_preloaded
 from strandline.kernels.gemm.rows_triton import Second, launch_rows
 from strandline.kernels.gemm.skinny_triton import launch_skinny
 from strandline.kernels.gemm.tiles_triton import launch_heads, launch_tiles
@@ -177,6 +178,8 @@ def multiply_into(
             launch_rows(out_TO, rows, weight, bias_O, launch, expansion=expansion)
         case Kernel.SKINNY:
             launch_skinny(out_TO, plain_rows(rows), weight.values_OI, bias_O, launch)
+        case Kernel.PRELOADED:
+            launch_preloaded(out_TO, rows, weight, bias_O, launch)
         case Kernel.TILES:
             launch_tiles(out_TO, rows, weight, bias_O, launch, expansion=expansion)
         case Kernel.LIBRARY:
@@ -250,5 +253,7 @@ def _multiply_pair(
     if kernel is Kernel.ROWS:
         second = Second(dense, out_TO[:, num_outputs:])
         launch_rows(out_TO, rows, weight, None, launch, second=second, expansion=expansion)
+    elif kernel is Kernel.PRELOADED:
+        launch_preloaded(out_TO, rows, weight, None, launch, dense)
     else:
         launch_tiles(out_TO, rows, weight, None, launch, dense)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from strandline.kernels.gemm.formats.launches import MANY, LinearLaunches, Tiles, rows_launch
+from strandline.kernels.gemm.formats.launches import MANY, LinearLaunches, Preloaded, Tiles, rows_launch
 from strandline.kernels.gemm.fp8 import can_multiply_in_torch
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight
 from strandline.kernels.launch import Launch
@@ -26,6 +26,8 @@ class Kernel(Enum):
     """Few rows, the weight streamed through registers (``rows_triton.py``)."""
     SKINNY = "skinny"
     """Up to 16 rows, a dense weight streamed through tensor cores (``skinny_triton.py``)."""
+    PRELOADED = "preloaded"
+    """A few rows, a large weight in FP8 that is loaded before the launch waits (``preloaded_triton.py``)."""
     TILES = "tiles"
     """Tiles of rows and outputs (``tiles_triton.py``)."""
     LIBRARY = "library"
@@ -140,6 +142,8 @@ def choose_quantized(
 ) -> Plan:
     """Return the fastest way; other arguments as of ``choose``."""
     num_rows, (num_outputs, num_inputs) = len(rows), weight.shape
+    if not is_gated and (preloaded := measured.preloaded) is not None and _can_preload(rows, weight, preloaded):
+        return Plan(Kernel.PRELOADED, preloaded.launch)
     wide_outputs = measured.tiles.wide_outputs
     if num_outputs * num_inputs <= next((n for most, n in measured.max_numbers.items() if num_rows <= most), 0):
         is_wide = num_outputs // (1 + is_gated) >= wide_outputs
@@ -154,6 +158,14 @@ def choose_quantized(
         return Plan(Kernel.TILES, tile)
     num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_second, tile.block_n)) * cdiv(num_rows, tile.block_m)
     return Plan(Kernel.TILES, _split(tile, num_inputs, measured.programs_split // num_tiles))
+
+
+def _can_preload(rows: Rows, weight: QuantizedWeight, preloaded: Preloaded) -> bool:
+    """Return whether a product loads its weight before it waits."""
+    num_outputs, num_inputs = weight.shape
+    is_few = len(rows) in preloaded.num_rows and rows.dtype != torch.float32
+    is_large = num_outputs * num_inputs >= preloaded.min_numbers
+    return is_few and is_large and num_inputs % preloaded.launch.block_k == 0
 
 
 def _split(tile: Launch, num_inputs: int, splits: int) -> Launch:
@@ -182,9 +194,12 @@ def choose_dense(rows: Rows, weight: DenseWeight, *, is_gated: bool = False) -> 
 
 def choose_adapted(rows: Rows, weight: DenseWeight | QuantizedWeight) -> Plan:
     """Return what multiplies rows if some have adapters: tiles instead of torch up to ``MAX_ROWS_ADAPTED``."""
+    if not isinstance(weight, DenseWeight):
+        measured = weight.format.launches.linear
+        assert measured is not None, "only launches of dense weights are in no table"
+        return choose_quantized(rows, weight, measured._replace(preloaded=None))
     plan, (num_outputs, num_inputs) = choose(rows, weight, Launches.MEASURED), weight.shape
-    is_ours = plan.kernel in (Kernel.ROWS, Kernel.TILES)
-    if is_ours or not isinstance(weight, DenseWeight) or len(rows) > MAX_ROWS_ADAPTED:
+    if plan.kernel is Kernel.ROWS or len(rows) > MAX_ROWS_ADAPTED:
         return plan
     tile = ADAPTED.choose(len(rows), num_outputs, rows.dtype)
     num_tiles = cdiv(num_outputs, tile.block_n) * cdiv(len(rows), tile.block_m)

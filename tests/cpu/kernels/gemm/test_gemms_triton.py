@@ -44,8 +44,9 @@ from tests.poison import poisoned_memory
 pytest.importorskip("triton")
 
 from strandline.kernels.gemm import gemms_triton, launches, library_triton
-from strandline.kernels.gemm.formats.launches import rows_launch
-from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose
+from strandline.kernels.gemm.formats import fp8
+from strandline.kernels.gemm.formats.launches import FormatLaunches, Preloaded, rows_launch
+from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose, choose_adapted
 from strandline.kernels.gemm.logits_triton import logits_of_many
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
@@ -69,6 +70,16 @@ GATED_SIZE = 0.02
 """Size of rows in front of a gate, so that no exponential overflows."""
 
 SKINNY = Launch(16, 16, 32, 1, 1)
+
+assert fp8.LAUNCHES.linear is not None
+assert fp8.LAUNCHES.linear.preloaded is not None
+PRELOADED = fp8.LAUNCHES.linear.preloaded
+
+
+def preloading(preloaded: Preloaded) -> FormatLaunches:
+    """Return FP8's launches with other ones of products that load their weight before they wait."""
+    assert fp8.LAUNCHES.linear is not None
+    return fp8.LAUNCHES._replace(linear=fp8.LAUNCHES.linear._replace(preloaded=preloaded))
 
 
 def check(
@@ -308,6 +319,38 @@ def test_few_rows_are_near_float64s(launch: Launch, num_rows: int, num_inputs: i
     check_plan(case, Plan(Kernel.ROWS, launch), num_rows, num_inputs, num_outputs, DTYPES[num_rows == 3], "cpu")
 
 
+@pytest.mark.parametrize("case", FP8.values(), ids=FP8)
+@pytest.mark.parametrize("num_rows", [2, 3, 6])
+def test_preloaded_products_are_near_float64s(num_rows: int, case: Case) -> None:
+    check_plan(case, Plan(Kernel.PRELOADED, PRELOADED.launch), num_rows, 1024, 100, DTYPES[num_rows == 3], "cpu")
+
+
+def test_preloaded_weights_have_dense_parts_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8.FP8, "launches", preloading(PRELOADED._replace(min_numbers=1)))
+    check_parts(FP8["fp8"], 3, 1024, [100, 20], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "dtype", "kernel"),
+    [
+        (1, 4096, torch.bfloat16, Kernel.ROWS),
+        (2, 4096, torch.bfloat16, Kernel.ROWS),
+        (3, 4096, torch.bfloat16, Kernel.PRELOADED),
+        (4, 4096, torch.bfloat16, Kernel.PRELOADED),
+        (5, 4096, torch.bfloat16, Kernel.TILES),
+        (3, 4096, torch.float32, Kernel.ROWS),
+        (3, 2048, torch.bfloat16, Kernel.ROWS),
+        (3, 4224, torch.bfloat16, Kernel.TILES),
+    ],
+)
+def test_few_rows_preload_large_weights(num_rows: int, num_inputs: int, dtype: torch.dtype, kernel: Kernel) -> None:
+    x = torch.empty(num_rows, num_inputs, dtype=dtype, device="meta")
+    weight = scaled_weight(2048, num_inputs, device="meta")
+    assert choose(x, weight, Launches.MEASURED).kernel is kernel
+    # What adapters do is added by other kernels.
+    assert choose_adapted(x, weight).kernel in (Kernel.ROWS, Kernel.TILES)
+
+
 @pytest.mark.parametrize("launch", [SKINNY, SKINNY._replace(splits=3)], ids=["whole", "split"])
 @pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(1, 40, 1), (3, 130, 33), (16, 96, 5)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -429,8 +472,8 @@ def kernels_of(weight: Any, rows: list[int], dtype: torch.dtype = torch.bfloat16
 def test_kernels_depend_on_the_number_of_rows() -> None:
     meta = {"device": "meta", "dtype": torch.bfloat16}
     small, large = (ScaledWeight(torch.empty(size, 2048, **meta), torch.empty(1)) for size in (4096, 12288))
-    assert kernels_of(small, [1, 2, 3, 4, 5, 300]) == ["rows"] * 4 + ["tiles"] * 2
-    assert kernels_of(large, [1, 2, 3, 4, 5]) == ["rows"] * 2 + ["tiles"] * 3
+    assert kernels_of(small, [1, 2, 3, 4, 5, 300]) == ["rows"] * 2 + ["preloaded"] * 2 + ["tiles"] * 2
+    assert kernels_of(large, [1, 2, 3, 4, 5]) == ["rows"] * 2 + ["preloaded"] * 2 + ["tiles"]
     assert kernels_of(four_bit_weight(64, 128), [1, 4, 16, 64, 65]) == ["rows", "rows", "tiles", "tiles", "library"]
     dense = DenseWeight(torch.empty(16384, 2048, **meta))
     assert kernels_of(dense, [1, 2, MAX_ROWS_SKINNY, 17]) == ["rows", "skinny", "skinny", "library"]

@@ -28,6 +28,7 @@ from tests.cpu.kernels.gemm.formats import (
 )
 from tests.cpu.kernels.gemm.test_formats import SIZES
 from tests.cpu.kernels.gemm.test_gemms_triton import (
+    PRELOADED,
     check_dequantized,
     check_fixed,
     check_gated,
@@ -91,6 +92,12 @@ def test_float16_rows_are_near_float64s(num_rows: int, case: Case) -> None:
 @pytest.mark.parametrize("tile", tiles_of(fp8_format.LAUNCHES.linear.tiles), ids=str)
 def test_tiles_in_fp8_are_near_float64s(tile: Launch, splits: int) -> None:
     check_plan(FP8["fp8"], Plan(Kernel.TILES, tile._replace(splits=splits)), 200, 1024, 384, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("case", FP8.values(), ids=FP8)
+@pytest.mark.parametrize("num_rows", [2, 4, 7])
+def test_preloaded_products_are_near_float64s(num_rows: int, case: Case) -> None:
+    check_plan(case, Plan(Kernel.PRELOADED, PRELOADED.launch), num_rows, 2048, 1160, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)

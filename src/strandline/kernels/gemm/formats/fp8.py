@@ -9,6 +9,7 @@ from strandline.kernels.gemm.formats.launches import (
     ExpertLaunches,
     FormatLaunches,
     LinearLaunches,
+    Preloaded,
     Tiles,
     few_pair,
     rows_launch,
@@ -23,7 +24,7 @@ FP8_TILES: Final = {32: Launch(32, 64, GROUP, 4, 5)} | FP8_FIXED
 LAUNCHES: Final = FormatLaunches(
     linear=LinearLaunches(
         # Three rows and [12288, 2048] take 12.3 us, tiles 10.6; with [2048, 4096] 5.2 and 5.7
-        # (benchmarks/results/2026-11-24-h200-3.md).
+        # (benchmarks/results/2026-11-24-h200-3.md). Most products of three and four rows are preloaded since.
         max_numbers={1: MANY, 2: 1 << 25, 4: 1 << 23},
         # Where a chunk of the rows has 16 numbers per thread, as of one row here, sums have the same order whether rows
         # come quantised or not.
@@ -36,6 +37,8 @@ LAUNCHES: Final = FormatLaunches(
         max_rows_wide=128,
         max_block_split=64,
         programs_split=2 * NUM_SMS,
+        # Two rows take as long either way, eight 1 % less (benchmarks/results/2026-11-28-few-rows.md).
+        preloaded=Preloaded(Launch(4, 64, 4 * GROUP, 4, 1), num_rows=range(3, 5), min_numbers=1 << 23),
     ),
     linear_fixed=Tiles(FP8_FIXED, FP8_FIXED),
     experts=ExpertLaunches(

@@ -55,6 +55,15 @@ class Tiles(NamedTuple):
         return next(tile for rows, tile in tiles.items() if num_rows <= rows)
 
 
+class Preloaded(NamedTuple):
+    """Which products load their weight before they wait, and how."""
+
+    launch: Launch
+    num_rows: range
+    min_numbers: int
+    """How large a weight has to be."""
+
+
 class LinearLaunches(NamedTuple):
     """The fastest launches of linear layers with a quantised weight."""
 
@@ -74,6 +83,8 @@ class LinearLaunches(NamedTuple):
     """Tiles of up to this many rows are split along the inputs, where there are few."""
     programs_split: int
     """What a split aims at."""
+    preloaded: Preloaded | None = None
+    """None: no product does; else those whose inputs blocks divide."""
 
 
 class ExpertLaunches(NamedTuple):
