@@ -106,6 +106,32 @@ def test_one_tool_with_a_refused_part_refuses_no_request(parser: str, part: str)
         assert not admits(structure, hermes("odd", {"b": []}))
 
 
+NO_PARAMETERS: Final = (
+    None,
+    {},
+    {"type": "object", "properties": {}},
+    {"properties": {}, "title": "f", "required": []},
+)
+
+
+@pytest.mark.parametrize("parameters", NO_PARAMETERS)
+@pytest.mark.parametrize("parser", SERVICES)
+def test_function_without_parameters_gets_no_arguments(parser: str, parameters: Any) -> None:
+    structure = bound(parser, [tool("clock", parameters)])
+    if parser == "hermes":
+        assert admits(structure, hermes("clock", {}))
+        assert not admits(structure, hermes("clock", {"zone": "x"}))
+    if parser == "qwen3_coder":
+        call = "<tool_call>\n<function=clock>\n{}</function>\n</tool_call>"
+        assert admits(structure, call.format(""))
+        assert not admits(structure, call.format("<parameter=zone>\nx\n</parameter>\n"))
+
+
+def test_function_of_any_object_may_get_arguments() -> None:
+    for parameters in ({"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": True}):
+        assert admits(bound("hermes", [tool("f", parameters)]), hermes("f", {"zone": "x"}))
+
+
 def test_other_parts_of_the_schema_still_bind() -> None:
     properties = {
         "good": {"type": "string", "pattern": "^[ab]+$"},

@@ -11,6 +11,8 @@ from strandline.text.tool_formats import tool_format
 from strandline.text.tool_grammars import TEXT_GRAMMAR
 
 MAX_TOOLS: Final = 1024
+ANNOTATIONS: Final = frozenset({"$schema", "title", "description"})
+"""Keywords of a schema that bind nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Toolbox:
     def callable_schemas(self) -> dict[str, Any]:
         """Return parameter schemas of the functions that an answer may call."""
         return {
-            name: _with_text_grammar(schema, self.text_grammars.get(name))
+            name: _with_text_grammar(_closed_if_empty(schema), self.text_grammars.get(name))
             for name, schema in (self.schemas or {}).items()
             if self.allowed is None or name in self.allowed
         }
@@ -100,6 +102,15 @@ def toolbox(
             those = f"which is not among the tools {', '.join(names)[:300]}" if names else "but there are no tools"
             raise RequestError(f"tool_choice names {name!r:.100}, {those}", param="tool_choice")
     return Toolbox(tools, kind, None if allowed is None else frozenset(allowed), is_parallel, later_tools)
+
+
+def _closed_if_empty(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a function's parameters; one that lists none has none, as in OpenAI's API."""
+    if schema and (
+        schema.get("properties") != {} or not schema.keys() <= {"type", "properties", "required"} | ANNOTATIONS
+    ):
+        return schema
+    return {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _with_text_grammar(schema: Mapping[str, Any], grammar: str | None) -> Mapping[str, Any]:
