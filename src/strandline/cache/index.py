@@ -1,13 +1,9 @@
-"""The prefix index: one tree of cached runs per salt, and lookups in it.
-
-A request is looked up several times: to rank it in the queue, to find a leader, and when it is admitted. Comparing all
-its tokens each time would cost more than all else in its admission, so the last answer is valid until the index
-changes.
-"""
+"""The prefix index: one tree of cached runs per salt, and lookups in it."""
 
 from array import array
 from collections.abc import Callable, Iterable
 
+from strandline.cache.last_lookup import LastLookup
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
 from strandline.cache.resume import Match, ResumeRule
@@ -18,28 +14,18 @@ MAX_EMPTY_ROOTS = 256
 
 
 class PrefixIndex:
-    """Looks up prompts in the trees; remembers the last answer."""
+    """Looks up prompts in the trees."""
 
     def __init__(self, memory: CacheMemory, leases: Callable[[], Iterable[Lease]], rule: ResumeRule) -> None:
         self._memory = memory
-        self._rule = rule
         self._leases = leases
         self.roots: dict[str, Run] = {}
         """By salt; the newest last."""
-        self._asked: tuple[int, int] | None = None
-        """Revision of the index and length of the prompt for which the last answer holds."""
-        self.last: tuple[Run, bytearray] | None = None
-        """The root and the prompt of the last lookup. A prompt only grows."""
-        self._answer: Match
+        self.last = LastLookup[Run, Match](rule.match)
 
     def find(self, root: Run, data: bytearray) -> Match:
         """Return how far a tree matches ``data``, and where it resumes. Changes nothing."""
-        asked = (self._memory.revision, len(data))
-        last = self.last
-        if last is None or last[0] is not root or last[1] is not data or self._asked != asked:
-            self._answer = self._rule.match(root, data)
-            self.last, self._asked = (root, data), asked
-        return self._answer
+        return self.last.find(root, data, self._memory.revision)
 
     def match(self, salt: str, data: bytearray) -> Match | None:
         """Return how far a salt's tree matches ``data``; None: the salt has none. Changes nothing."""

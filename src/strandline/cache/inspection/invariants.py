@@ -6,11 +6,13 @@ times.
 
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry, resolve
 from strandline.cache.internals import Internals
+from strandline.cache.last_lookup import LastLookup
 from strandline.cache.lease import Lease
 from strandline.cache.probation import max_probes
 from strandline.cache.tiers.loads import Loads
@@ -270,6 +272,8 @@ def _check_lease(lease: Lease) -> None:
 def _check_tree(loads: Loads) -> None:
     """Check that the tree of the tiers has what they have and what moves pin, and nothing else."""
     tiers, ends = loads.tiers, chain.from_iterable((move.source, move.target) for move in loads.moves)
+    if tiers:
+        _check_last(tiers[0].tree.last, tiers[0].tree.revision, "the tree of the tiers")
     pins = Counter(id(end.pinned) for end in ends if isinstance(end, TierTarget | RetainedCopy | ExchangedCopy))
     for tree, root in tiers[0].tree.roots.items() if tiers else ():
         waiting = [root]
@@ -395,7 +399,10 @@ def _has_block(root: Run, path: bytes) -> bool:
 
 
 def _check_index(cache: Internals) -> None:
-    if cache.index.last is not None:
-        root, data = cache.index.last
-        is_right = cache.index.find(root, data) == cache.rule.match(root, data)
-        _require(is_right, "the index has changed, but the remembered lookup was kept")
+    _check_last(cache.index.last, cache.memory.revision, "the index")
+
+
+def _check_last(last: LastLookup[Any, Any], revision: int, what: str) -> None:
+    if last.asked is not None:
+        is_right = last.find(*last.asked, revision) == last.look_up(*last.asked)
+        _require(is_right, f"{what} has changed, but the remembered lookup was kept")

@@ -27,7 +27,7 @@ from strandline.cache.tiers.moves import Move, Moves
 from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
-from strandline.cache.tiers.tier_tree import PathEnd, TierTree
+from strandline.cache.tiers.tier_tree import TierTree
 from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
@@ -35,7 +35,7 @@ from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
 from strandline.records.actions import CancelTransfer, Completion, EnterFiles, FoundFile, LoadIn, SnapshotCopy
 from strandline.records.offer import Offer, OfferedSnapshot
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer, common_tokens
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 
 PIECE_SLABS: Final = 2
 """Size of the transfers of a load whose memory is exchanged (``cache/tiers/tier_sources.py``), in slabs."""
@@ -124,17 +124,10 @@ class Loads:
 
     def positions(self, salt: str, data: bytearray, match: Match) -> dict[str, int]:
         """Return the deepest position at which a prompt could resume after a load from each tier, by its store."""
-        end = self._end_below(salt, data)
+        end = self.tiers[0].tree.end_of(salt, data) if self.tiers else None
         found = {tier.store: tier.find(end, data, match) for tier in self.tiers} if end is not None else {}
         ends = {store: where.position for store, where in found.items() if where is not None}
         return {store: self._rule.resumes_at(data, position) for store, position in ends.items()}
-
-    def _end_below(self, salt: str, data: bytearray) -> PathEnd | None:
-        """Return how much of a prompt the tiers have; None: they have nothing of its salt."""
-        if not self.tiers:
-            return None
-        tree = self.tiers[0].tree
-        return tree.walk(tree.name(salt), data, len(data) // BLOCK_KEY_BYTES)
 
     def adopt(self, store: str, files: tuple[FoundFile, ...], paths: Sequence[FoundPath]) -> None:
         """Enter what other engines have stored in a store that they share.
@@ -157,7 +150,7 @@ class Loads:
         Of several tiers, the one whose load saves most time makes the offer; before that is known, the one that has
         most of the prompt.
         """
-        end = self._end_below(salt, tokens.data)
+        end = self.tiers[0].tree.end_of(salt, tokens.data) if self.tiers else None
         if end is None:
             return None
         match = self._index.match(salt, tokens.data) or NO_MATCH

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
+from strandline.cache.last_lookup import LastLookup
 from strandline.cache.tiers.part import Part
 from strandline.cache.use import Use
 from strandline.cache.walk import common_blocks
@@ -230,6 +231,9 @@ class TierTree:
         """Called with each snapshot that has left the tree, and the hashes of the announced blocks that have left with
         it, deepest first."""
         self._key = key
+        self.revision = 0
+        """Number of changes to the runs."""
+        self.last = LastLookup[TierRun, PathEnd](_descend_all)
 
     def name(self, salt: str) -> str:
         """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
@@ -258,6 +262,11 @@ class TierTree:
         root = self.roots.get(tree)
         return None if root is None else descend(root, data, num_blocks)
 
+    def end_of(self, salt: str, data: bytearray) -> PathEnd | None:
+        """Return how much is there of a prompt, in whole blocks; None: there is nothing of its salt."""
+        root = self.roots.get(self.name(salt))
+        return None if root is None else self.last.find(root, data, self.revision)
+
     def find(self, tree: str, data: bytes | bytearray, num_blocks: int) -> PathEnd | None:
         """Return the end of a path of ``num_blocks`` blocks of encoded tokens, or None if not all of it is there."""
         end = self.walk(tree, data, num_blocks)
@@ -283,6 +292,7 @@ class TierTree:
 
     def _grow(self, run: TierRun, depth: int, tokens: bytes) -> TierRun:
         """Add blocks after the one of a run at a depth: to the run itself if nothing else continues it."""
+        self.revision += 1
         if run.start_block < depth < run.end_block:
             run = _split(run, depth)
         parts = self._parts(len(tokens) // BLOCK_KEY_BYTES)
@@ -315,6 +325,7 @@ class TierTree:
 
     def _trim(self, run: TierRun) -> list[bytes]:
         """Remove the blocks of a path after which nothing comes; return the hashes of those that were announced."""
+        self.revision += 1
         gone = list[bytes]()
         while (parent := run.parent) is not None and not run.children:
             count = run.keys[-1][0] - run.start_block if run.keys else 0
@@ -456,6 +467,10 @@ def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> PathEnd:
             most = min(depth, num_blocks) - run.start_block
             return PathEnd(run, run.start_block + common_blocks(run.tokens, data, start, most + 1))
     return PathEnd(run, depth)
+
+
+def _descend_all(root: TierRun, data: bytearray) -> PathEnd:
+    return descend(root, data, len(data) // BLOCK_KEY_BYTES)
 
 
 def _split(run: TierRun, depth: int) -> TierRun:
