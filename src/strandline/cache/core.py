@@ -233,9 +233,6 @@ class PrefixCache:
         return self._memory.try_pin(upper, match, num_blocks, self._states.num_slots, num_window_blocks)
 
     def _fill_lease(self, lease: Lease, match: Match) -> None:
-        for run in reversed(list(lease.run.ancestry())):
-            lease.table += run.blocks
-        lease.num_published = len(lease.table)
         lease.computed = lease.folded = match.position
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)

@@ -62,8 +62,6 @@ class Holds:
         snapshots = tuple(_snapshots_upwards(deepest_snapshot(match.end, prefix.data)))
         lease = Lease(name, prefix, salt, root, self._index.split_at(match.end), UNCOUNTED)
         self._memory.pin_run(lease.run)
-        lease.table = path_blocks(lease.run)
-        lease.num_published = len(lease.table)
         for snapshot in snapshots:
             self._memory.pin_snapshot(snapshot)
         if match.end.partial_run is not None and not self._copy_partial(lease, match.end):
@@ -88,8 +86,6 @@ class Holds:
             raise CacheInvariantError(f"{name} is to keep {num_blocks} blocks, {end.num_blocks} are cached")
         lease = Lease(name, prefix, salt, root, self._index.split_at(end), UNCOUNTED)
         self._memory.pin_run(lease.run)
-        lease.table = path_blocks(lease.run)
-        lease.num_published = len(lease.table)
         self._enter(lease, ())
         return lease
 

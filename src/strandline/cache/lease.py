@@ -1,12 +1,11 @@
 """A lease: the blocks, slots and log of one running request."""
 
 import sys
-from array import array
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run, Snapshot, path_blocks
 from strandline.cache.use import NO_INTERARRIVAL
 from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
@@ -107,11 +106,11 @@ class Lease:
         self.account = account
         self.interarrival_bin = NO_INTERARRIVAL
         """The bin of the time since its path was last used."""
-        self.table: array[int] = array("i")
+        self.table = path_blocks(run)
         """Its blocks in order: published ones, which are shared and immutable, then its own."""
         self.windows: Windows = ()
         """Its window blocks; of a load, a hold, or where there are no such blocks: none."""
-        self.num_published = 0
+        self.num_published = len(self.table)
         self.computed = 0
         """Tokens that have been computed and committed."""
         self.kv_start = 0

@@ -252,23 +252,13 @@ class CacheMemory:
 
     def pin_run(self, run: Run) -> None:
         """Add a user to the run and all above it."""
-        node: Run | None = run
-        while node is not None:
-            node.num_users += 1
-            if node.num_users == 1:
-                self.num_evictable_blocks -= len(node.blocks)
-            node = node.parent
+        for node in run.ancestry():
+            self.add_user(node)
 
     def unpin_run(self, run: Run) -> None:
         """Remove a user from the run and all above it; offer those without users for eviction."""
-        node: Run | None = run
-        while node is not None:
-            node.num_users -= 1
-            if node.num_users == 0:
-                self.num_evictable_blocks += len(node.blocks)
-                if not node.children:
-                    self.offer(node)
-            node = node.parent
+        for node in run.ancestry():
+            self.remove_user(node)
 
     def try_pin(self, upper: Run, match: Match, num_blocks: int, num_slots: int, num_window_blocks: int) -> bool:
         """Pin what a match uses, if this much memory can be allocated in addition.

@@ -26,6 +26,7 @@ from strandline.cache.tree import (
     tail_that_begins,
 )
 from strandline.cache.use import Use, UseHistory
+from strandline.cache.walk import common_blocks
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
@@ -101,12 +102,8 @@ class Publisher:
 
     def _adopt(self, lease: Lease, existing: Run, key: bytes) -> None:
         """Use blocks that another request has published, and free the lease's copies of them."""
-        num_same = 1
         most = min(len(key), len(existing.tokens)) // BLOCK_KEY_BYTES
-        while num_same < most and existing.tokens.startswith(
-            key[num_same * BLOCK_KEY_BYTES : (num_same + 1) * BLOCK_KEY_BYTES], num_same * BLOCK_KEY_BYTES
-        ):
-            num_same += 1
+        num_same = common_blocks(existing.tokens, key, 0, most + 1)
         if num_same < len(existing.blocks):
             existing = split(existing, existing.start_block + num_same)
             self._memory.own(existing, existing.blocks)

@@ -255,13 +255,13 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
         if index := bisect_left(run.positions, snapshot.position):
             return run.snapshots[run.positions[index - 1]]
     else:
-        stub = _stub_before(run, key)
+        stub = longest_stub(run, key[:-TOKEN_BYTES])
         if stub is not None:
             return stub
         if run.positions:
             return run.snapshots[run.positions[-1]]
     while run.parent is not None:
-        stub = _stub_before(run.parent, run.first_key) if run.parent.stubs else None
+        stub = longest_stub(run.parent, run.first_key[:-TOKEN_BYTES]) if run.parent.stubs else None
         run = run.parent
         if stub is not None:
             return stub
@@ -270,16 +270,12 @@ def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
     return None
 
 
-def _stub_before(run: Run, key: bytes) -> Snapshot | None:
-    """Return the longest stub of a run that is a proper prefix of ``key``."""
+def longest_stub(run: Run, key: bytes) -> Snapshot | None:
+    """Return the longest stub of a run that is a prefix of ``key``."""
     if len(run.stubs) < BLOCK_TOKENS // 4:
-        before: Snapshot | None = None
-        size = 0
-        for stub_key, above in run.stubs.items():
-            if size < len(stub_key) < len(key) and key.startswith(stub_key):
-                before, size = above, len(stub_key)
-        return before
-    for size in range(len(key) - TOKEN_BYTES, 0, -TOKEN_BYTES):
+        matching = filter(key.startswith, run.stubs)
+        return run.stubs.get(max(matching, key=len, default=b""))
+    for size in range(len(key), 0, -TOKEN_BYTES):
         if (stub := run.stubs.get(key[:size])) is not None:
             return stub
     return None
@@ -302,8 +298,7 @@ def deepest_stub_in(run: Run) -> Snapshot | None:
     """Return the deepest stub whose tokens are a prefix of the run's first block, or None."""
     if run.parent is None or not run.parent.stubs:
         return None
-    key = run.first_key
-    return run.parent.stubs.get(key) or _stub_before(run.parent, key)
+    return longest_stub(run.parent, run.first_key)
 
 
 def split(run: Run, at_block: int) -> Run:

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run, Snapshot, longest_stub
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
@@ -87,7 +87,7 @@ def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
     """Return the deepest snapshot on the walked path, or None. Changes nothing."""
     for run in end.run.ancestry():
         is_whole = run is not end.run or end.num_blocks == run.end_block
-        stub = _longest_stub(run, data) if is_whole else None
+        stub = _stub_after(run, data) if is_whole and run.stubs else None
         if stub is not None:
             return stub
         if index := bisect_right(run.positions, end.kv_tokens):
@@ -99,8 +99,10 @@ def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
     """Yield the deepest snapshot before each branch of the path to the end of ``run``, deepest first."""
     for node in run.ancestry():
         if len(node.child_keys) > 1:
-            stubs = [s for s in _matching_stubs(node, data) if _num_children_with_prefix(node, s.stub_key or b"") > 1]
-            if (stub := _deepest(stubs)) is not None:
+            stub = _stub_after(node, data)
+            while stub is not None and _num_children_with_prefix(node, key := stub.stub_key or b"") < 2:
+                stub = longest_stub(node, key[:-TOKEN_BYTES])
+            if stub is not None:
                 yield stub
             elif node.positions:
                 yield node.snapshots[node.positions[-1]]
@@ -112,24 +114,7 @@ def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
     return sum(key.startswith(prefix) for key in run.child_keys[index : index + 2])
 
 
-def _longest_stub(run: Run, data: bytearray) -> Snapshot | None:
+def _stub_after(run: Run, data: bytearray) -> Snapshot | None:
     """Return the stub of ``run`` whose key is the longest prefix of the data that follows the run."""
-    return _deepest(_matching_stubs(run, data)) if run.stubs else None
-
-
-def _matching_stubs(run: Run, data: bytearray) -> list[Snapshot]:
-    """Return the stubs of ``run`` whose keys are prefixes of the data that follows the run."""
     offset = run.end_block * BLOCK_KEY_BYTES
-    if len(run.stubs) < BLOCK_TOKENS:
-        return [stub for key, stub in run.stubs.items() if data.startswith(key, offset)]
-    after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
-    keys = {after[:size] for size in range(TOKEN_BYTES, len(after) + 1, TOKEN_BYTES)}
-    return [run.stubs[key] for key in keys if key in run.stubs]
-
-
-def _deepest(snapshots: list[Snapshot]) -> Snapshot | None:
-    deepest: Snapshot | None = None
-    for snapshot in snapshots:
-        if deepest is None or snapshot.position > deepest.position:
-            deepest = snapshot
-    return deepest
+    return longest_stub(run, bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES]))

@@ -28,7 +28,7 @@ from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_tree import TierTree
-from strandline.cache.tree import Run, find_home, path_blocks, snapshot_at
+from strandline.cache.tree import Run, find_home, snapshot_at
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
@@ -290,8 +290,6 @@ class Loads:
         tokens.data = bytearray(data)
         name = RequestId(f"load {self.moves.next_number}")
         lease = self._parts.leases[name] = Lease(name, tokens, salt, root, upper, UNCOUNTED)
-        lease.table = path_blocks(upper)
-        lease.num_published = len(lease.table)
         lease.kv_start = lease.num_published * BLOCK_TOKENS
         return lease
 
