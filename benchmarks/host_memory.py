@@ -160,7 +160,7 @@ def fill(llm: LLM, options: argparse.Namespace) -> None:
     rng = Random(2)
     core = llm.engine.core
     while not core.cache.stats().num_blocks_evicted or any(
-        tier.num_used_blocks < 0.9 * tier.num_blocks and not tier.num_snapshots_evicted for tier in core.loads.stats()
+        tier.num_used_bytes < 0.9 * tier.num_bytes and not tier.num_snapshots_evicted for tier in core.loads.stats()
     ):
         llm.generate([some_tokens(llm, rng, options.length)], params_for(1), use_tqdm=False)
 

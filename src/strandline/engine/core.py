@@ -26,7 +26,7 @@ from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.caching.flushing import flush
 from strandline.engine.caching.memory_report import bytes_by_tenant
 from strandline.engine.caching.object_catalog import open_discoveries
-from strandline.engine.caching.tiers import describe_tiers, lower_memories, on_each_rank, tier_stats
+from strandline.engine.caching.tiers import describe_tiers, lower_memories, on_each_rank
 from strandline.engine.control import CoreControl
 from strandline.engine.drafting.new_drafts import new_drafts
 from strandline.engine.prefix_transfer.hand_over import HandOver
@@ -419,7 +419,7 @@ class EngineCore:
             speculation_by_method=self.scheduler.drafts.stats_by_method(),
             num_events_published=self.event_feed.num_published if self.event_feed else 0,
             num_events_dropped=self.event_feed.num_dropped if self.event_feed else 0,
-            tiers=tier_stats(self.loads, self.spec.block_bytes),
+            tiers=list(self.loads.stats()),
             num_snapshots_loaded=stats.loads.num_snapshots,
             num_blocks_loaded=stats.loads.num_blocks,
             hand_over=None if self.hand_over is None else self.hand_over.stats(),

@@ -13,6 +13,7 @@ from strandline.records.account import Account
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.pictures import Picture, PictureSpan
 from strandline.records.plan import NewRequest, RoutedTokens, TokenLogprobs
+from strandline.records.tier_stats import TierStats
 from strandline.records.transfer_params import TransferParams
 from strandline.specs import RoutingShape
 
@@ -170,28 +171,6 @@ class KernelFallback:
     operation: str
     backend: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """What a tier below the device stores, and what was loaded from it. Counters count from the start."""
-
-    name: str
-    """``host``: host memory, ``disk``: the disk cache, ``objects``: the object store."""
-    num_bytes: int
-    """Its size."""
-    num_used_bytes: int
-    num_snapshots: int
-    """Snapshots that it stores now."""
-    num_snapshots_demoted: int
-    num_blocks_demoted: int
-    num_snapshots_evicted: int
-    """Snapshots that it evicted for others."""
-    num_snapshots_refused: int
-    """Snapshots that were worth too little to store, or would not have been loaded."""
-    num_loads: int
-    num_loaded_bytes: int
-    num_failed_loads: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import pytest
 from strandline import LLM
 from strandline.cache.evict_all import evict_all
 from strandline.cache.tiers import LoadCosts
-from strandline.cache.tiers.lower_memory import LowerStats
 from strandline.device.stores import lower_stores
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Reason
+from strandline.records.tier_stats import TierStats
 from strandline.specs import SNAPSHOT_DTYPES
 from strandline.tier_sizes import buffer_blocks
 from strandline.transfer import disk_files
@@ -25,7 +25,7 @@ from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats, ti
 from tests.cpu.models import families
 
 
-def disk_of(llm: LLM) -> LowerStats:
+def disk_of(llm: LLM) -> TierStats:
     _, disk = tier_stats(llm)
     return disk
 
@@ -131,7 +131,7 @@ def test_prompts_come_back_from_each_tier_and_after_a_restart(
     after = stats(first)
     slot_bytes = first.engine.core.spec.raw_slot_bytes
     for tier in tier_stats(first):
-        assert tier.num_loads > 0, tier.store
+        assert tier.num_loads > 0, tier.name
         assert tier.num_loaded_bytes >= tier.num_loads * slot_bytes
         assert tier.num_failed_loads == 0
     assert after.loads.num_done == sum(tier.num_loads for tier in tier_stats(first))

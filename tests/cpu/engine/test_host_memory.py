@@ -6,13 +6,13 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.cache.stats import CacheStats
-from strandline.cache.tiers.lower_memory import LowerStats
 from strandline.device.executor import LaunchedStep
 from strandline.device.uni_executor import UniExecutor
 from strandline.errors import ConfigError
 from strandline.records.account import Reason
 from strandline.records.actions import Completion, LoadIn
 from strandline.records.plan import StepPlan
+from strandline.records.tier_stats import TierStats
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
 from tests.cpu.models import families
@@ -30,7 +30,7 @@ def stats(llm: LLM) -> CacheStats:
     return llm.engine.core.cache.stats()
 
 
-def tier_stats(llm: LLM) -> tuple[LowerStats, ...]:
+def tier_stats(llm: LLM) -> tuple[TierStats, ...]:
     return llm.engine.core.loads.stats()
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from strandline import LLM
 from strandline.cache.tiers import LoadCosts
-from strandline.cache.tiers.lower_memory import LowerStats
 from strandline.errors import ConfigError
+from strandline.records.tier_stats import TierStats
 from strandline.transfer.bucket import Bucket
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_disk_cache import close, serve
@@ -29,9 +29,9 @@ def every_load_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadCosts, "limit_s", lambda *_: 60.0)
 
 
-def objects_of(llm: LLM) -> LowerStats:
+def objects_of(llm: LLM) -> TierStats:
     _, objects = tier_stats(llm)
-    assert objects.store == "objects"
+    assert objects.name == "objects"
     return objects
 
 
@@ -80,9 +80,9 @@ def test_engines_find_what_others_store_while_both_run(
     found, hits = serve(second)
     assert found == expected
     assert sum(hit > 0 for hit in hits) > 2, hits
-    num_stored, num_used = objects_of(second).num_snapshots, objects_of(second).num_used_blocks
+    num_stored, num_used = objects_of(second).num_snapshots, objects_of(second).num_used_bytes
     look(second)
-    assert (objects_of(second).num_snapshots, objects_of(second).num_used_blocks) == (num_stored, num_used)
+    assert (objects_of(second).num_snapshots, objects_of(second).num_used_bytes) == (num_stored, num_used)
     close(first)
     close(second)
 

@@ -186,7 +186,7 @@ def test_what_one_rank_cannot_store_rests_on_none(
     executor.ranks[1]._files._paused_until_s = float("inf")
     assert [serve_and_settle(llm)[0] for _ in range(2)] == [expected] * 2
     disk = disk_of(llm)
-    assert (disk.num_snapshots, disk.num_used_blocks, disk.num_loads) == (0, 0, 0)
+    assert (disk.num_snapshots, disk.num_used_bytes, disk.num_loads) == (0, 0, 0)
     assert disk.num_snapshots_demoted == 0
     close(llm)
 

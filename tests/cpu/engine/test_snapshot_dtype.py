@@ -34,10 +34,10 @@ def next_logprobs(llm: LLM, prompts: list[list[int]]) -> list[dict[int, float]]:
     return rows
 
 
-def num_resting_blocks(llm: LLM) -> int:
-    """Return the room of what rests."""
+def num_resting_bytes(llm: LLM) -> int:
+    """Return the memory of what rests."""
     [lower] = llm.engine.core.loads.stats()
-    return lower.num_used_blocks
+    return lower.num_used_bytes
 
 
 def largest_differences(rows: list[dict[int, float]], others: list[dict[int, float]]) -> list[float]:
@@ -66,7 +66,7 @@ def test_logits_after_a_return_from_the_host_are_near(
         next_logprobs(llm, PROMPTS)
         evict_all(llm.engine.core.cache)
         llm.engine.core.executor.carry_out(llm.engine.core.cache.take_actions())
-        rooms[dtype] = num_resting_blocks(llm)
+        rooms[dtype] = num_resting_bytes(llm)
         differences[dtype] = largest_differences(next_logprobs(llm, LONGER), expected)
         assert differences[dtype][-1 if dtype == "float32" else -2] < BOUNDS[dtype], dtype
         after, spec = llm.engine.core.cache.stats(), llm.engine.core.spec
@@ -77,7 +77,7 @@ def test_logits_after_a_return_from_the_host_are_near(
         assert any("not exact" in line for line in llm.engine.core.describe()) == is_encoded
         assert (differences[dtype] == differences["float32"]) or is_encoded
         fewer = spec.stored_snapshots("float32").max_blocks - spec.stored_snapshots(dtype).max_blocks
-        assert rooms["float32"] - rooms[dtype] == len(PROMPTS) * fewer
+        assert rooms["float32"] - rooms[dtype] == len(PROMPTS) * fewer * spec.block_bytes
     assert family != "bamba" or rooms["int8"] < rooms["float32"]
 
 

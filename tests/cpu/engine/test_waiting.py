@@ -1,5 +1,6 @@
 """The queue of those that wait, against a list that is searched anew for every answer."""
 
+from array import array
 from collections import Counter
 from unittest.mock import patch
 
@@ -29,7 +30,7 @@ def make_request(number: int, priority: int = 0) -> Request:
 
 
 def make_lead() -> Lead:
-    root = Run(None, 0, b"", [])
+    root = Run(None, 0, b"", array("i"))
     return Lead(Lease(RequestId("lead"), TokenBuffer([1]), "", root, root, FOUND), 1)
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from strandline.cache.announcing.copies import Copies
 from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
 from strandline.cache.core import PrefixCache
+from strandline.cache.traversal import runs_below
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import (
@@ -109,10 +110,8 @@ class Announcer:
     def _state(self, roots: Mapping[str, Run]) -> Iterator[CacheEvent]:
         """Yield what each memory holds."""
         for salt, root in roots.items():
-            waiting = [root]
-            for run in waiting:
+            for run in runs_below(root):
                 yield from _state_of(run, salt)
-                waiting.extend(run.children.values())
         if self._below is not None:
             yield from self._below.state()
 

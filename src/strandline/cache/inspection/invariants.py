@@ -17,9 +17,11 @@ from strandline.cache.lease import Lease
 from strandline.cache.probation import max_probes
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.tiers.path_blocks import located
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import Block, Column, Copy, TierRun, TierSnapshot
+from strandline.cache.traversal import runs_below
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.cache.window_blocks import Window, WindowBlocks
@@ -36,7 +38,7 @@ def check(checked: PrefixCache) -> None:
         CacheInvariantError: one does not hold; the message names the first.
     """
     cache = checked.internals()
-    runs = [run for root in cache.index.roots.values() for run in _runs_below(root)]
+    runs = [run for root in cache.index.roots.values() for run in runs_below(root)]
     for run in runs:
         _check_run(run)
     snapshots = [snapshot for run in runs for snapshot in chain(run.snapshots.values(), run.stubs.values())]
@@ -62,13 +64,6 @@ def check(checked: PrefixCache) -> None:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise CacheInvariantError(message)
-
-
-def _runs_below(root: Run) -> list[Run]:
-    runs = [root]
-    for run in runs:
-        runs.extend(run.children.values())
-    return runs
 
 
 def _wrong(run: Run, text: str) -> CacheInvariantError:
@@ -276,9 +271,7 @@ def _check_tree(loads: Loads) -> None:
         _check_last(tiers[0].tree.last, tiers[0].tree.revision, "the tree of the tiers")
     pins = Counter(id(end.pinned) for end in ends if isinstance(end, TierTarget | RetainedCopy | ExchangedCopy))
     for tree, root in tiers[0].tree.roots.items() if tiers else ():
-        waiting = [root]
-        while waiting:
-            run = waiting.pop()
+        for run in runs_below(root):
             _check_tier_run(run, tiers)
             for (num_blocks, key), snapshot in run.snapshots.items():
                 is_right = snapshot.is_used and snapshot.run is run and snapshot.tree == tree
@@ -288,7 +281,6 @@ def _check_tree(loads: Loads) -> None:
                     raise _wrong_snapshot(snapshot, "belongs elsewhere")
                 if snapshot.num_pins != (num_pins := pins[id(snapshot)]):
                     raise _wrong_snapshot(snapshot, f"has {snapshot.num_pins} pins, not {num_pins}")
-            waiting += run.children.values()
 
 
 def _wrong_snapshot(snapshot: TierSnapshot | Copy, text: str) -> CacheInvariantError:
@@ -330,7 +322,7 @@ def _check_tier(cache: Internals, lower: LowerTier, targets: list[TierTarget]) -
     """Check the entries of a tier, which is the target of some moves."""
     num_used = sum(chain(lower.to_free.values(), *(target.sizes.values() for target in targets)))
     arriving = {target.copy for target in targets}
-    expected = lower.returning_blocks() | {block for target in targets for block in target.blocks.locate().values()}
+    expected = located([*lower.returning, *(target.blocks for target in targets)])
     num_snapshots = 0
     for name, root in lower.tree.roots.items():
         for copy in lower.column.below(root):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
-from strandline.cache.tiers.neighbours import position_above
+from strandline.cache.tiers.neighbours import saved_tokens
 from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.cache.use import Use, UseHistory
@@ -75,9 +75,9 @@ def adopt_paths(tier: LowerTier, found: Iterable[FoundPath], reuse: UseHistory) 
 def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
     """Enter a snapshot and the blocks before it that the tier lacks."""
     position, num_blocks = path.position, len(path.addresses)
-    above = position_above(tier.column, path.tree, path.data, position)
+    saved = saved_tokens(tier.column, path.tree, path.data, position)
     snapshot = TierSnapshot(position, path.data[num_blocks * BLOCK_KEY_BYTES :])
-    copy = Copy(snapshot, path.kind, use, position - above, is_shared=path.is_shared)
+    copy = Copy(snapshot, path.kind, use, saved, is_shared=path.is_shared)
     end = tier.tree.walk(path.tree, path.data, num_blocks)
     first = 0 if end is None else tier.column.last_on_path(end).depth
     blocks = StoredBlocks(first, tuple(path.addresses.values())[first:])

@@ -4,17 +4,16 @@ A snapshot and the blocks on its path leave the device at different times: the s
 *needs* the blocks from then on, which are demoted when the device evicts them.
 """
 
-from strandline.cache.tiers.device_entry import device_entry
+from strandline.cache.tiers.device_entry import device_copy, device_entry
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
 from strandline.cache.tiers.moves import Moves
-from strandline.cache.tiers.neighbours import position_above
+from strandline.cache.tiers.neighbours import saved_tokens
 from strandline.cache.tiers.tier_target import new_target
-from strandline.cache.tiers.tier_tree import Block, Copy, TierSnapshot, pieces
+from strandline.cache.tiers.tier_tree import Block, pieces
 from strandline.cache.tree import Run, Snapshot, path_to
-from strandline.ids import BLOCK_TOKENS, BlockId
-from strandline.records.account import SnapshotKind
+from strandline.ids import BlockId
 from strandline.records.actions import StoreOut
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class Demotion:
@@ -34,8 +33,7 @@ class Demotion:
             known.use, known.is_shared = demoted.use, demoted.is_shared
             tier.push(known)
             return
-        above = position_above(tier.column, tree, data, position, down_to=position - demoted.saved_tokens)
-        demoted.saved_tokens = position - above
+        demoted.saved_tokens = saved_tokens(tier.column, tree, data, position, at_most=demoted.saved_tokens)
         if not tier.make_room(tier.blocks_of(demoted.snapshot), tier.worth(demoted)):
             tier.num_snapshots_refused += 1
             return
@@ -57,9 +55,7 @@ class Demotion:
         if not tier.has_snapshots and blocks:
             last = tier.tree.find(tree, data, first + len(blocks))
             if last is None or tier.column.last_on_path(last) != last:
-                end, num_tokens = TierSnapshot(len(data) // TOKEN_BYTES, b""), BLOCK_TOKENS * len(blocks)
-                copy = Copy(end, SnapshotKind.GENERATION_END, run.use, num_tokens, is_shared=run.is_shared)
-                tier.enter(copy, tree, data)
+                tier.enter(device_copy(run, kept=kept), tree, data)
         missing = self._missing(tree, data, first)
         if not missing:
             return

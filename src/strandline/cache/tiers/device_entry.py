@@ -60,14 +60,15 @@ def device_entry(entry: Snapshot | Run) -> DeviceEntry:
     return DeviceEntry(copy, salt, data, run, entry.slot, entry.windows)
 
 
-def device_copy(entry: Snapshot | Run, key: bytes = b"") -> Copy:
+def device_copy(entry: Snapshot | Run, key: bytes = b"", *, kept: int = 0) -> Copy:
     """Return an entry as a tier would store it.
 
     Args:
         key: the tokens between the end of the last whole block before it and its position, encoded.
+        kept: number of blocks that a run retains.
     """
     if isinstance(entry, Run):
-        end, num_tokens = TierSnapshot(entry.end_tokens, key), len(entry.blocks) * BLOCK_TOKENS
+        end, num_tokens = TierSnapshot(entry.end_tokens, key), (len(entry.blocks) - kept) * BLOCK_TOKENS
         return Copy(end, SnapshotKind.GENERATION_END, entry.use, num_tokens, is_shared=entry.is_shared)
     flags = entry.is_shared, entry.is_superseded, entry.num_continuations > 0
     return Copy(TierSnapshot(entry.position, key), entry.kind, entry.use, entry.saved_tokens, *flags)

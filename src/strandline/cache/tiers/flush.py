@@ -8,12 +8,14 @@ Meanwhile no step runs and no request is admitted, so nothing needs to be pinned
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from strandline.cache.index import PrefixIndex
 from strandline.cache.tiers.device_entry import device_copy, device_entry
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_SPILLS, Spills
 from strandline.cache.tiers.tier_tree import Copy
+from strandline.cache.traversal import runs_below
 from strandline.cache.tree import Run, Snapshot
 
 Source = Copy | Snapshot | Run
@@ -66,10 +68,7 @@ class Flush:
 
 def _entries(index: PrefixIndex, *, has_snapshots: bool) -> Iterator[Snapshot | Run]:
     """Yield the snapshots of the device or, without snapshots, the runs of whole blocks that paths end with."""
-    waiting = list(index.roots.values())
-    while waiting:
-        run = waiting.pop()
-        waiting.extend(run.children.values())
+    for run in chain.from_iterable(map(runs_below, reversed(index.roots.values()))):
         if has_snapshots:
             yield from (*run.snapshots.values(), *run.stubs.values())
         elif run.parent is not None and not run.is_tail and all(child.is_tail for child in run.children.values()):

@@ -21,7 +21,7 @@ from strandline.cache.tiers.adoption import FoundPath, adopt, adopt_paths, last_
 from strandline.cache.tiers.demotion import Demotion
 from strandline.cache.tiers.device_target import DeviceTarget, num_slabs_for
 from strandline.cache.tiers.flush import Flush
-from strandline.cache.tiers.lower_memory import LowerMemory, LowerStats
+from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.moves import Move, Moves
 from strandline.cache.tiers.spills import Spills
@@ -35,6 +35,7 @@ from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
 from strandline.records.actions import CancelTransfer, Completion, EnterFiles, FoundFile, LoadIn, SnapshotCopy
 from strandline.records.offer import Offer, OfferedSnapshot
+from strandline.records.tier_stats import TierStats
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
 
 PIECE_SLABS: Final = 2
@@ -140,7 +141,7 @@ class Loads:
             self.moves.issue(EnterFiles(store, files))
         adopt_paths(self._tier_of[store], paths, self._parts.reuse)
 
-    def stats(self) -> tuple[LowerStats, ...]:
+    def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of the tiers, nearest first."""
         return tuple(tier.stats() for tier in self.tiers)
 

@@ -26,13 +26,15 @@ from typing import NamedTuple
 from strandline.cache.eviction import EvictionQueue
 from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import Match, ResumeRule
-from strandline.cache.tiers.lower_memory import LowerMemory, LowerStats
+from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below
-from strandline.cache.tiers.tier_tree import Block, Column, Copy, PathBlocks, PathEnd, TierRun, TierSnapshot
+from strandline.cache.tiers.path_blocks import PathBlocks, located
+from strandline.cache.tiers.tier_tree import Column, Copy, PathEnd, TierRun, TierSnapshot
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.actions import Action, Completion, DropStored
 from strandline.records.offer import Offer, OfferedSnapshot
+from strandline.records.tier_stats import TierStats
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 ANY_WORTH = float("inf")
@@ -168,13 +170,9 @@ class LowerTier:
         """Whether all blocks that a snapshot needs are in the tier or, unless it is persistent, on the device."""
         if self.is_persistent:
             return self.is_stored(demoted)
-        returning = self.returning_blocks()
+        returning = located(self.returning)
         needed = demoted.whole_blocks if returning else ()
         return not any((run, index) in returning for run, start, end in needed for index in range(start, end))
-
-    def returning_blocks(self) -> set[Block]:
-        """Return the blocks on their way to the device: the run and the index in the run of each."""
-        return {block for blocks in self.returning for block in blocks.locate().values()}
 
     def blocks_of(self, snapshot: TierSnapshot) -> int:
         """Return how many blocks a snapshot takes with the one that it is inside, which is stored whole."""
@@ -225,6 +223,13 @@ class LowerTier:
         """
         for copy in list(self.column.below(run, num_blocks)):
             self.evict(copy)
+
+    def cut_off_lost(self, blocks: PathBlocks) -> None:
+        """Remove the snapshots that need those of some blocks that neither are in the tier nor will be."""
+        arriving = located(self.arriving)
+        for index, block in blocks.locate().items():
+            if self.is_lacking(*block) and block not in arriving:
+                self.cut_off(block[0], index + 1)
 
     def remove(self, demoted: Copy, *, is_elsewhere: bool = False) -> None:
         """Remove a copy of a snapshot, and the blocks that it alone needs.
@@ -372,12 +377,12 @@ class LowerTier:
 
     # Reading
 
-    def stats(self) -> LowerStats:
+    def stats(self) -> TierStats:
         """Return all figures of the tier."""
-        return LowerStats(
+        return TierStats(
             self.store,
-            self.num_blocks,
-            self.num_used,
+            self.num_blocks * self.block_bytes,
+            self.num_used * self.block_bytes,
             self.num_snapshots,
             self.num_snapshots_demoted,
             self.num_blocks_demoted,

@@ -44,14 +44,16 @@ def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | No
     return max(above, key=lambda copy: copy.position, default=None)
 
 
-def position_above(column: Column, tree: str, data: bytes, position: int, *, down_to: int = 0) -> int:
-    """Return the position of the nearest snapshot above one that is about to enter, or ``down_to`` if that is nearer.
+def saved_tokens(column: Column, tree: str, data: bytes, position: int, *, at_most: int | None = None) -> int:
+    """Return how many tokens a snapshot that is about to enter a tier saves: those since the nearest one above.
 
     Args:
         column: that of the tier.
         tree: the name of the tree.
         data: the tokens before it, encoded.
+        at_most: those since the nearest one elsewhere; None: there is none.
     """
+    down_to = 0 if at_most is None else position - at_most
     end = column.tree.walk(tree, data, position // BLOCK_TOKENS)
     above = () if end is None else column.copies_on(end, data, beyond=down_to)
-    return next((copy.position for copy in above if copy.position < position), down_to)
+    return position - next((copy.position for copy in above if copy.position < position), down_to)

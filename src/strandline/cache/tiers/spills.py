@@ -12,7 +12,7 @@ from strandline.cache.holds import Holds
 from strandline.cache.tiers.device_entry import DeviceEntry
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.moves import Move, Moves
-from strandline.cache.tiers.neighbours import position_above
+from strandline.cache.tiers.neighbours import saved_tokens
 from strandline.cache.tiers.tier_sources import SpilledCopy
 from strandline.cache.tiers.tier_target import new_target
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
@@ -140,9 +140,9 @@ class Spills:
         """Put a snapshot and blocks into the persistent tier, and begin to copy them there."""
         lower, snapshot, moves = self.lower, leaving.snapshot, self._moves
         data = snapshot.path()
-        above = position_above(lower.column, snapshot.tree, data, leaving.position)
+        saved = saved_tokens(lower.column, snapshot.tree, data, leaving.position)
         flags = leaving.is_shared, leaving.is_superseded, leaving.is_interior
-        arriving = Copy(snapshot, leaving.kind, leaving.use, leaving.position - above, *flags)
+        arriving = Copy(snapshot, leaving.kind, leaving.use, saved, *flags)
         target = new_target(lower, arriving, snapshot.tree, data, missing)
         transfer = moves.next_transfer()
         if entry is None:

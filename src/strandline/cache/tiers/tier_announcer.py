@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
 from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot, TierTree
+from strandline.cache.traversal import runs_below
 from strandline.errors import CacheInvariantError
 from strandline.records.cache_events import BlocksRemoved, CacheEvent, SnapshotRemoved, SnapshotStored
 from strandline.records.path_hashes import num_blocks_before
@@ -75,14 +76,11 @@ class TierAnnouncer:
     def _state_of(self, tree: str) -> Iterator[CacheEvent]:
         """Yield what is announced of a tree."""
         root, salt = self._tree.roots.get(tree), self._salts[tree]
-        waiting = [root] if root is not None else []
-        while waiting:
-            run = waiting.pop()
+        for run in runs_below(root) if root is not None else ():
             hash_after(run, run.end_block, salt)
             yield from path_stored([(run, 0, len(run.hashes))] if run.hashes else [], salt)
             for demoted in run.snapshots.values() if self._needs_snapshots else ():
                 yield _snapshot_event(demoted, salt)
-            waiting += run.children.values()
 
 
 def _snapshot_event(demoted: TierSnapshot, salt: str) -> SnapshotStored:

@@ -19,7 +19,8 @@ from strandline.cache.holds import Holds
 from strandline.cache.lease import Lease
 from strandline.cache.tiers.device_entry import Sources
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_tree import Copy, PathBlocks, TierSnapshot
+from strandline.cache.tiers.path_blocks import PathBlocks
+from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.ids import NO_ADDRESS, BlockId, RequestId
 from strandline.records.actions import Completion, StoredPath
 from strandline.records.tokens import TOKEN_BYTES
@@ -162,9 +163,7 @@ class ExchangedCopy:
         if completion.is_done:
             self._free_returned()
         else:
-            for index, block in self._returning.locate().items():
-                if tier.is_lacking(*block):
-                    tier.cut_off(block[0], index + 1)
+            tier.cut_off_lost(self._returning)
             if tier.has_snapshots:
                 tier.pass_savings(self.copy)
         tier.tree.unpin(self.pinned)

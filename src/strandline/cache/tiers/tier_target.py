@@ -1,7 +1,8 @@
 """The target of a move in a tier."""
 
 from strandline.cache.tiers.lower_tier import LowerTier
-from strandline.cache.tiers.tier_tree import Copy, PathBlocks
+from strandline.cache.tiers.path_blocks import PathBlocks
+from strandline.cache.tiers.tier_tree import Copy
 from strandline.ids import NO_ADDRESS
 from strandline.records.actions import Completion, StoredBlocks, StoredPath
 
@@ -72,10 +73,7 @@ class TierTarget:
         tier = self.tier
         self._let_go()
         tier.remove(self.copy)
-        still_arriving = {block for blocks in tier.arriving for block in blocks.locate().values()}
-        for index, block in self.blocks.locate().items():
-            if tier.is_lacking(*block) and block not in still_arriving:
-                tier.cut_off(block[0], index + 1)
+        tier.cut_off_lost(self.blocks)
         tier.free(self.sizes)
         tier.tree.unpin(self.pinned)
 

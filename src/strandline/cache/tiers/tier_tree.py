@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from strandline.cache.last_lookup import LastLookup
 from strandline.cache.tiers.part import Part
+from strandline.cache.traversal import runs_below
 from strandline.cache.use import Use
 from strandline.cache.walk import common_blocks
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
@@ -162,12 +163,9 @@ class Column:
 
     def below(self, run: TierRun, depth: int = 0) -> "Iterator[Copy]":
         """Yield the tier's snapshots after the block at a depth that a run contains, and below."""
-        waiting = [run]
-        while waiting:
-            node = waiting.pop()
+        for node in runs_below(run):
             found = [copy for copy in self.copies(node) if copy.snapshot.num_blocks >= depth]
             yield from sorted(found, key=lambda copy: copy.snapshot.num_blocks)
-            waiting.extend(node.children.values())
 
     def enter(self, copy: "Copy") -> None:
         """Take in a copy of a snapshot of the tree, and the blocks before it."""
@@ -404,18 +402,6 @@ class TierSnapshot:
         """Return the tokens before it, encoded."""
         runs = [run.tokens for run in self.ancestry()][::-1]
         return b"".join(runs)[: self.num_blocks * BLOCK_KEY_BYTES] + self.key
-
-
-class PathBlocks(NamedTuple):
-    """Some of the whole blocks before a snapshot, which is pinned."""
-
-    snapshot: TierSnapshot
-    indices: list[int]
-    """In its path."""
-
-    def locate(self) -> dict[int, Block]:
-        """Return the blocks by index, in order of the path."""
-        return self.snapshot.locate(set(self.indices))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The tiers below the device in the core: their memory for the cache, and their contents for reports."""
+"""The tiers below the device in the core: their memory for the cache, and a line on each for reports."""
 
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
@@ -6,7 +6,6 @@ from strandline.device.executor import ExecutorFacts
 from strandline.device.stores.host_store import HOST_STORE
 from strandline.device.stores.lower_stores import FileFacts
 from strandline.file_tiers import DISK
-from strandline.records.events import TierStats
 from strandline.records.kept import NOTHING
 
 
@@ -29,26 +28,6 @@ def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemor
     return memories
 
 
-def tier_stats(loads: Loads, block_bytes: int) -> list[TierStats]:
-    """Return the figures of the tiers, nearest first."""
-    return [
-        TierStats(
-            name=tier.store,
-            num_bytes=tier.num_blocks * block_bytes,
-            num_used_bytes=tier.num_used_blocks * block_bytes,
-            num_snapshots=tier.num_snapshots,
-            num_snapshots_demoted=tier.num_snapshots_demoted,
-            num_blocks_demoted=tier.num_blocks_demoted,
-            num_snapshots_evicted=tier.num_snapshots_evicted,
-            num_snapshots_refused=tier.num_snapshots_refused,
-            num_loads=tier.num_loads,
-            num_loaded_bytes=tier.num_loaded_bytes,
-            num_failed_loads=tier.num_failed_loads,
-        )
-        for tier in loads.stats()
-    ]
-
-
 def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) -> list[str]:
     """Return a line for each tier."""
     spec, lower = facts.spec, facts.lower
@@ -64,7 +43,7 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) -> l
         return [line]
     used = loads.stats()[1]
     size = f"{files.num_blocks * spec.block_bytes / 2**20:,.0f} MiB{on_each_rank(facts)}"
-    has = f"{used.num_used_blocks * spec.block_bytes / 2**20:,.0f} MiB with {used.num_snapshots:,} snapshots"
+    has = f"{used.num_used_bytes / 2**20:,.0f} MiB with {used.num_snapshots:,} snapshots"
     return [line, f"{files.tier.title}: {_files(files, size, has)}"]
 
 

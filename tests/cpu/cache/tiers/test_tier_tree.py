@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.tiers.tier_tree import Copy, PathBlocks, PathEnd, TierRun, TierSnapshot, TierTree, descend, pieces
+from strandline.cache.tiers.path_blocks import PathBlocks
+from strandline.cache.tiers.tier_tree import Copy, PathEnd, TierRun, TierSnapshot, TierTree, descend, pieces
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
