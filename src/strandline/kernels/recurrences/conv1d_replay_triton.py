@@ -23,8 +23,8 @@ from strandline.kernels.recurrences.conv1d_triton import activate
 from strandline.kernels.recurrences.replay_triton import insert_logged
 from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 
-ROWS = 8
-"""Convolved at once: all of a sequence that verifies up to three drafts."""
+FEW_ROWS, ROWS = 5, 8
+"""Convolved at once, by the mean of all sequences: all of one that verifies two drafts, or three."""
 
 ORDERED = tl.constexpr(8)
 """Rows of a further input that are put in order at once."""
@@ -59,8 +59,15 @@ def causal_conv1d_replay(
         x_RC, *others_RD = insert_logged(replay, log, inputs)
         return conv1d_triton.causal_conv1d_prefill(x_RC, *where), *others_RD
     outs = tuple(x.new_empty(replay.num_rows, x.shape[1]) for x in inputs)
-    _launch(inputs, log, outs, row_tables(replay), *where)
+    _launch(inputs, log, outs, replay, *where)
     return outs
+
+
+def _rows_at_once(replay: ReplayBatch, num_sequences: int) -> int:
+    """Return how many rows are convolved at once."""
+    # A padded step has one row, and one sequence, more than its decodes.
+    num_rows, num_decodes = replay.num_rows - replay.is_padded, max(1, num_sequences - replay.is_padded)
+    return FEW_ROWS if num_rows <= FEW_ROWS * num_decodes else ROWS
 
 
 def row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
@@ -87,7 +94,7 @@ def _launch(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
     outs: tuple[Tensor, ...],
-    tables: tuple[Tensor, Tensor],
+    replay: ReplayBatch,
     convolution: Convolution,
     window_SRC: Tensor,
     slots: Slots,
@@ -97,16 +104,17 @@ def _launch(
     num_channels, num_others = inputs[0].shape[1], len(inputs) - 1
     block_c, num_warps = next(launch for most, launch in LAUNCHES.items() if chunks.num_sequences <= most)
     num_blocks = cdiv(num_channels, block_c)
+    num_rows = _rows_at_once(replay, chunks.num_sequences)
     any_tensor, any_size = (None,) * (MAX_OTHERS - num_others), (0,) * (MAX_OTHERS - num_others)
     sizes = (*(x.shape[1] for x in inputs[1:]), *any_size)
     _replay_kernel[(num_blocks + num_others, chunks.num_sequences)](
-        *inputs, *any_tensor, *log, *any_tensor, *outs, *any_tensor, *tables,
+        *inputs, *any_tensor, *log, *any_tensor, *outs, *any_tensor, *row_tables(replay),
         weight_CW, bias_C, window_SRC, *slots,
         chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C,
         *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *strides(window_SRC),
         C=num_channels, W=weight_CW.shape[1], HAS_BIAS=bias_C is not None, IS_SILU=activation == "silu",
         SIZE_1=sizes[0], SIZE_2=sizes[1], BLOCK_D=next_power_of_2(max(1, *sizes)),
-        CONV_BLOCKS=num_blocks, ROWS=max(ROWS, weight_CW.shape[1] - 1),
+        CONV_BLOCKS=num_blocks, ROWS=max(num_rows, weight_CW.shape[1] - 1),
         BLOCK_C=block_c, num_warps=num_warps, **overlap_options(outs[0]),
     )  # fmt: skip
 
