@@ -19,7 +19,7 @@ from strandline.kernels.rowwise.quantized_rows import GROUP
 from strandline.kernels.sizes import NUM_SMS
 
 FP8_FIXED: Final = {64: Launch(64, 64, GROUP, 4, 4), MANY: Launch(128, 64, GROUP, 4, 4)}
-FP8_TILES: Final = {32: Launch(32, 64, GROUP, 4, 5)} | FP8_FIXED
+FP8_FEW: Final = {32: Launch(32, 64, GROUP, 4, 5)}
 
 LAUNCHES: Final = FormatLaunches(
     linear=LinearLaunches(
@@ -32,8 +32,12 @@ LAUNCHES: Final = FormatLaunches(
         rows_several=rows_launch(4, 2048, 4),
         rows_one_wide=rows_launch(4, 1024, 2),
         rows_several_wide=rows_launch(4, 512, 1),
-        tiles=Tiles({16: Launch(16, 64, GROUP, 4, 6)} | FP8_TILES, {16: Launch(16, 128, GROUP, 4, 4)} | FP8_TILES),
-        max_rows_narrow=128,
+        # Tiles of 64 rows of a narrow weight are split along the inputs.
+        tiles=Tiles(
+            {16: Launch(16, 64, GROUP, 4, 6)} | FP8_FEW | {MANY: Launch(64, 64, GROUP, 4, 4)},
+            {16: Launch(16, 128, GROUP, 4, 4)} | FP8_FEW | FP8_FIXED,
+        ),
+        max_rows_narrow=192,
         max_rows_wide=128,
         max_block_split=64,
         programs_split=2 * NUM_SMS,
