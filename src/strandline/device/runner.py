@@ -204,6 +204,11 @@ class Runner:
         """Drop all sampling states; no step may be in flight."""
         self._states.clear()
 
+    def close(self) -> None:
+        """End transfers, and give up graphs: NCCL waits for those of its operations before it disconnects."""
+        self.transfers.close()
+        self._graphs = None
+
     def capture_graphs(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:
         """Capture CUDA graphs of steps of these sizes, to replay them from now on."""
         with torch.inference_mode(), gc_paused():

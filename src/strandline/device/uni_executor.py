@@ -311,9 +311,9 @@ class UniExecutor:
         release_free_memory()
 
     def close(self) -> None:
-        """End transfers. Memory is freed with the executor."""
+        """End transfers, and give up graphs. Memory is freed with the executor."""
         self._receiver.leave()
-        self.runner.transfers.close()
+        self.runner.close()
 
 
 def _new_receiver(config: EngineConfig, ranks: Ranks, device: torch.device) -> WeightReceiver:

@@ -2,6 +2,7 @@
 
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,3 +113,11 @@ def test_requests_with_adapters_compile_nothing(tmp_path: Path, options: dict[st
         some = [adapter if index % 2 else None for index in range(len(prompts))]
         llm.generate(prompts, params, lora_request=some, use_tqdm=False)
     assert not found, "\n".join(sorted(set(found)))
+
+
+def test_closing_gives_up_graphs() -> None:
+    llm = LLM(small_demo(), device="cuda", memory="1GiB", max_num_seqs=4)
+    graphs = weakref.ref(llm.engine.core.executor.runner._graphs)  # type: ignore[attr-defined]
+    assert graphs() is not None
+    llm.close()
+    assert graphs() is None
