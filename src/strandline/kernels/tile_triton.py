@@ -66,7 +66,7 @@ def gemm_dense(
     # As many bytes at a time as of a weight in FP8: the shared memory that programs take decides how many run at once.
     BLOCK_K: tl.constexpr = GROUP // 2
     col_K = tl.arange(0, BLOCK_K)
-    x_KM_ptr = x_ptr + tl.minimum(row_M, M - 1).to(tl.int64)[None, :] * stride_x + col_K[:, None]
+    x_KM_ptr = x_ptr + (row_M % M).to(tl.int64)[None, :] * stride_x + col_K[:, None]
     weight_NK_ptr = weight_ptr + row_N.to(tl.int64)[:, None] * K + col_K[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M] if IS_SWAPPED else [BLOCK_M, BLOCK_N], dtype=tl.float32)
     first = tl.program_id(1) * span * GROUP

@@ -70,8 +70,8 @@ def _multiply(
         (x_ptr, scale_ptr, stride_x, stride_scale),
         weight,
         matrix,
-        # Rows after the last one read that, and are not stored.
-        tl.minimum(row_M, M - 1),
+        # Rows after the last one read the first ones, and are not stored. To read the same one again takes longer.
+        row_M % M,
         row_M < M,
         col_N,
         first,
