@@ -20,9 +20,9 @@ from strandline.kernels.gemm.launches import (
     LOGITS,
     LOGITS_PAIR,
     LOGITS_TILE,
+    MAX_BLOCK_PAIR,
     MAX_ROWS_FEW,
     MAX_ROWS_LOGITS,
-    MAX_ROWS_PAIR,
     MIN_ROWS_LOGITS_TILES,
     Kernel,
     Plan,
@@ -226,11 +226,11 @@ def _multiply_parts(
     launches: Launches,
     expansion: Expansion | None,
 ) -> None:
-    """Fill ``out_TO`` part by part; few rows take one launch for a quantised part and a dense one after it."""
+    """Fill ``out_TO`` part by part; of some rows, a quantised part and a dense one after it take one launch."""
     is_pair = [isinstance(part, DenseWeight) for part in weight.parts] == [False, True]
-    if is_pair and bias_O is None and launches is Launches.MEASURED and 0 < len(rows) <= MAX_ROWS_PAIR:
+    if is_pair and bias_O is None and launches is Launches.MEASURED and 0 < len(rows) <= _max_rows_pair(*weight.parts):
         plan = choose(rows, weight.parts[0], launches, num_second=weight.parts[1].shape[0])
-        if plan.kernel is Kernel.ROWS or expansion is None:
+        if _takes_pair(plan, expansion):
             _multiply_pair(out_TO, rows, *weight.parts, plan, expansion)
             return
     rows = quantized(rows) if weight.is_in_fp8 else rows
@@ -239,6 +239,19 @@ def _multiply_parts(
         bias = None if bias_O is None else bias_O[start:end]
         added = None if expansion is None else expansion.of_outputs(slice(start, end))
         multiply_into(out_TO[:, start:end], rows, part, bias, launches, added)
+
+
+def _max_rows_pair(weight: QuantizedWeight, _: DenseWeight) -> int:
+    linear = weight.format.launches.linear
+    return 0 if linear is None else linear.max_rows_pair
+
+
+def _takes_pair(plan: Plan, expansion: Expansion | None) -> bool:
+    """Return whether a launch multiplies with a dense weight, too."""
+    kernel, launch = plan
+    if kernel is Kernel.LIBRARY or (expansion is not None and kernel is not Kernel.ROWS):
+        return False
+    return kernel is not Kernel.TILES or launch.block_m <= MAX_BLOCK_PAIR
 
 
 def _multiply_pair(

@@ -92,8 +92,8 @@ ADAPTED: Final = Tiles(
     wide_outputs=64 * PROGRAMS_ADAPTED + 1,
 )
 
-MAX_ROWS_PAIR: Final = 64
-"""Up to this many rows a dense weight is multiplied in the launch of the quantised one before it."""
+MAX_BLOCK_PAIR: Final = 64
+"""A dense weight is multiplied in the launch of the quantised one before it where tiles have no more rows."""
 
 LOGITS_PAIR: Final = rows_launch(1, 1024, 2)
 """A product and a router's: programs of 2 KiB of a bfloat16 weight at a time, or 4 KiB of a float32 one."""

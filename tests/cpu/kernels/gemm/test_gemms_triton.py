@@ -383,6 +383,27 @@ def test_weights_of_two_parts_are_near_float64s(num_rows: int, case: Case) -> No
     check_parts(case, num_rows, 260, [130, 7], torch.float32, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "is_together"),
+    [(64, 1024, True), (70, 1024, True), (192, 1024, True), (193, 1024, False), (64, 8192, True), (70, 8192, False)],
+)
+def test_dense_parts_join_tiles_of_few_rows(
+    num_rows: int, num_outputs: int, monkeypatch: pytest.MonkeyPatch, *, is_together: bool
+) -> None:
+    launched = list[str]()
+    monkeypatch.setattr(gemms_triton, "quantized", lambda rows: rows)
+    for name in ("_multiply_pair", "multiply_into"):
+        monkeypatch.setattr(gemms_triton, name, lambda *_, name=name: launched.append(name))
+    dense = DenseWeight(torch.empty(20, 256, dtype=torch.bfloat16, device="meta"))
+    weight = StackedWeight((scaled_weight(num_outputs, 256, device="meta"), dense))
+    gemms_triton.linear(torch.empty(num_rows, 256, dtype=torch.bfloat16, device="meta"), weight)
+    assert launched == (["_multiply_pair"] if is_together else ["multiply_into"] * 2)
+
+
+def test_dense_parts_of_several_tiles_are_near_float64s() -> None:
+    check_parts(FP8["fp8"], 70, 256, [64, 7], torch.bfloat16, "cpu")
+
+
 @of_quantized_formats
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_weights_of_more_parts_are_near_float64s(num_rows: int, case: Case) -> None:

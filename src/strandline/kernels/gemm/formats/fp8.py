@@ -43,6 +43,7 @@ LAUNCHES: Final = FormatLaunches(
         programs_split=2 * NUM_SMS,
         # Two rows take as long either way, eight 1 % less (benchmarks/results/2026-11-28-few-rows.md).
         preloaded=Preloaded(Launch(4, 64, 4 * GROUP, 4, 1), num_rows=range(3, 5), min_numbers=1 << 23),
+        max_rows_pair=192,
     ),
     linear_fixed=Tiles(FP8_FIXED, FP8_FIXED),
     experts=ExpertLaunches(

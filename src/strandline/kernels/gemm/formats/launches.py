@@ -85,6 +85,8 @@ class LinearLaunches(NamedTuple):
     """What a split aims at."""
     preloaded: Preloaded | None = None
     """None: no product does; else those whose inputs blocks divide."""
+    max_rows_pair: int = 64
+    """Up to this many rows a dense weight may be multiplied in the launch of the quantised one before it."""
 
 
 class ExpertLaunches(NamedTuple):
