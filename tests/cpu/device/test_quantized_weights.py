@@ -164,23 +164,29 @@ def test_weights_dequantised_beside_others_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "kept"),
+    ("architecture", "layers", "bits", "note"),
     [
-        ({"a": {"quant_algo": "NVFP4"}}, "kept in FP4; those"),
-        ({"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}}, "kept in FP8 and FP4; those"),
+        ("sm_80", {"a": {"quant_algo": "NVFP4"}}, 4, "kept in FP4; those"),
+        ("sm_90", {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}}, 4, "kept in FP8 and FP4; those"),
+        ("sm_86", {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}}, None, "compute capability 8.9"),
     ],
 )
 def test_gpus_keep_weights_in_fp4(
-    quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, layers: dict[str, Any], kept: str
+    quantized: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    layers: dict[str, Any],
+    bits: int | None,
+    note: str,
 ) -> None:
     recipe = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     fp8.change_json(quantized[0] / "config.json", quantization_config=recipe)
     config, gpu = read_model_config(quantized[0]), torch.device("cuda")
-    monkeypatch.setattr(dtypes, "gpu_of", lambda device: GPUS["sm_90"])
+    monkeypatch.setattr(dtypes, "gpu_of", lambda device: GPUS[architecture])
     monkeypatch.setattr(dtypes, "why_unavailable", lambda *_: None)
     choice = dtypes.choose_storage(EngineConfig(model="nowhere", device="cuda"), config, gpu, torch.bfloat16)
-    assert (choice.keeps_quantized, choice.bits) == (True, 4)
-    assert kept in (choice.note or "")
+    assert (choice.keeps_quantized, choice.bits) == (bits is not None, bits)
+    assert note in (choice.note or "")
 
 
 def test_room_is_required_for_weights_in_4_bits(quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.formats.coded import CodedFormat, scale_numbers
+from strandline.kernels.gemm.formats.coded import CodedFormat
 from strandline.kernels.gemm.formats.dense import DENSE
 from strandline.kernels.gemm.formats.format import Format
 from strandline.kernels.gemm.formats.fp8 import FP8
@@ -105,8 +105,8 @@ class CodedWeight:
     words: Tensor
     """int32 ``[..., O, W]``, contiguous."""
     scales: Tensor
-    """``[..., O, X]``, for all groups of all blocks, in the published dtype: uint8 exponents, e4m3 or wider. Scales of
-    whole rows are repeated by a stride of zero; others are contiguous."""
+    """``[..., O, X]``, for all groups of all blocks, in the published dtype; uint8: exponents. Scales of whole rows are
+    repeated by a stride of zero; others are contiguous. int64: those of blocks of NVFP4, whose rows are contiguous."""
     num_inputs: int
     group: int
     """Inputs that share a scale."""
@@ -130,7 +130,7 @@ class CodedWeight:
     def dequantize(self) -> Tensor:
         """Return the numbers that it stands for, in float32."""
         zeros = self.format.zero if self.zeros is None else self.zeros.float().repeat_interleave(self.group, -1)
-        scales = scale_numbers(self.scales)
+        scales = self.format.scale_numbers(self.scales)
         scales = scales if self.factors is None else scales * self.factors.unsqueeze(-1)
         numbers = self.format.numbers(self.format.unpack(self.words)) - zeros
         return (numbers * scales.repeat_interleave(self.group, -1))[..., : self.num_inputs]

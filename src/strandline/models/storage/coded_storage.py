@@ -20,8 +20,8 @@ from strandline.models.storage.codes import Codes, OpenCodes
 from strandline.models.storage.published import OpenWeight
 from strandline.models.storage.stored_rows import CHUNK_ELEMENTS, Rows, range_of
 
-RANDOM_SCALES: Final = {torch.float8_e4m3fn: ((0x50, 0x58), 11.5), torch.uint8: ((126, 128), 0.75)}
-"""Random scales, as bytes ``[first, end)``, and their mean: from 8 to 15 in e4m3; 1/2 and 1, where they are
+RANDOM_SCALES: Final = {torch.int64: ((0xC0, 0xC8), 11.5), torch.uint8: ((126, 128), 0.75)}
+"""Random scales, as bytes ``[first, end)``, and their mean: from 8 to 15 in NVFP4; 1/2 and 1, where they are
 exponents."""
 
 
@@ -48,6 +48,10 @@ class StoredCodes:
         num_padded = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS
         shape = num_rows, num_padded // self.group
         zeros_RX = factors_R = None
+        if self.scale_dtype == torch.int64:
+            scales_RX = torch.zeros(num_padded // BLOCK_INPUTS, num_rows, dtype=torch.int64, device=device).t()
+        else:
+            scales_RX = torch.zeros(shape, dtype=self.scale_dtype, device=device)
         if self.has_zeros:
             zeros_RX = torch.full(shape, self.format.zero, dtype=torch.uint8, device=device)
         if self.format.has_factors:
@@ -56,7 +60,7 @@ class StoredCodes:
             self,
             num_inputs,
             torch.empty(num_rows, num_padded * self.format.bits // 32, dtype=torch.int32, device=device),
-            torch.zeros(shape, dtype=self.scale_dtype, device=device),
+            scales_RX,
             zeros_RX,
             factors_R,
         )
@@ -84,9 +88,14 @@ class CodedRows:
         """Pack rows of a part of a weight."""
         group_X = part.group_K[:: self.stored.group]
         columns = slice(0, len(group_X))
-        self.words_RW[index_R] = self.stored.format.pack(part.code_NK[row_R])
-        scale_RX = _indexable(part.scale_NX)[row_R][:, group_X]
-        _indexable(self.scales_RX)[index_R, columns] = scale_RX.to(_indexable(self.scales_RX).dtype)
+        code_RK, scale_RX = part.code_NK[row_R], _part_of(part.scale_NX, row_R, group_X)
+        if self.stored.format.store is None:
+            self.words_RW[index_R] = self.stored.format.pack(code_RK)
+            self.scales_RX[index_R, columns] = scale_RX.to(self.stored.scale_dtype)
+        else:
+            words, scales = self.stored.format.store(code_RK, scale_RX)
+            self.words_RW[index_R] = words
+            self.scales_RX[index_R, : scales.shape[1]] = scales
         if self.zeros_RX is not None:
             assert part.zero_NX is not None
             self.zeros_RX[index_R, columns] = part.zero_NX[row_R][:, group_X]
@@ -107,7 +116,8 @@ class CodedRows:
             shift = round(math.log2(scale / mean))
         else:
             self.factors_R.fill_(scale / mean)
-        self.scales_RX.view(torch.uint8).random_(first + shift, end + shift, generator=generator)
+        memory = self.scales_RX.t() if self.scales_RX.dtype == torch.int64 else self.scales_RX
+        memory.view(torch.uint8).random_(first + shift, end + shift, generator=generator)
 
     def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> CodedWeight:
         """See ``StoredRows``."""
@@ -133,9 +143,10 @@ class CodedRows:
         )
 
 
-def _indexable(scales: Tensor) -> Tensor:
-    """Return scales of 8 bits as bytes: torch indexes no e4m3."""
-    return scales.view(torch.uint8) if scales.itemsize == 1 else scales
+def _part_of(scale_NX: Tensor, row_R: Tensor, group_X: Tensor) -> Tensor:
+    """Return scales of rows and groups: those of 8 bits by way of bytes, since torch indexes no e4m3."""
+    indexable = scale_NX.view(torch.uint8) if scale_NX.itemsize == 1 else scale_NX
+    return indexable[row_R][:, group_X].view(scale_NX.dtype)
 
 
 def _chunks(index_R: Tensor, source_R: Rows, num_rows: int, num_inputs: int) -> Iterator[tuple[Tensor, Tensor]]:

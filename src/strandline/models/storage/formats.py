@@ -51,7 +51,7 @@ class WeightFormat(Protocol):
 
     @property
     def has_e4m3(self) -> bool:
-        """Whether numbers or scales are in e4m3, which not every GPU converts."""
+        """Whether kernels convert numbers in e4m3, which not every GPU does."""
 
     def find(self, holders: Holders) -> Mapping[str, FoundWeight]:
         """Return the weights of this format in files, by their names in a model that is not quantised."""

@@ -39,6 +39,8 @@ class MicroscaledFormat:
 
     scheme: Layout
     can_stay: ClassVar[bool] = True
+    has_e4m3: ClassVar[bool] = False
+    """Kernels shift the bits of numbers and scales."""
 
     @property
     def kind(self) -> str:
@@ -50,11 +52,6 @@ class MicroscaledFormat:
         """Size of a weight, without scales."""
         return self.scheme.format.bits
 
-    @property
-    def has_e4m3(self) -> bool:
-        """Whether GPUs convert scales in e4m3. Kernels shift the bits of numbers in e4m3."""
-        return not self.scheme.has_exponents
-
     def find(self, holders: Holders) -> Mapping[str, "PublishedMicroscaled"]:
         """See ``WeightFormat``."""
         return find_microscaled(holders, self.scheme)
@@ -65,7 +62,7 @@ class MicroscaledFormat:
 
     def stored(self, weights: Mapping[str, "PublishedMicroscaled"]) -> StoredCodes:
         """See ``WeightFormat``."""
-        scale_dtype = torch.uint8 if self.scheme.has_exponents else torch.float8_e4m3fn
+        scale_dtype = torch.uint8 if self.scheme.has_exponents else torch.int64
         return StoredCodes(self.scheme.format, self.scheme.group, scale_dtype)
 
     def stored_randomly(self, dtype: torch.dtype) -> StoredCodes:

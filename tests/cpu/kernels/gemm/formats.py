@@ -70,13 +70,17 @@ def fp4_weight(*shape: int, group: int = 16, device: str = "cpu", **_: Any) -> C
     num_inputs = shape[-1]
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
     num_groups = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS // group
-    scales = (torch.rand(*shape[:-1], num_groups) * 448).to(torch.float8_e4m3fn)
-    scales[..., 0, 0] = 0
+    numbers = torch.rand(*shape[:-1], num_groups) * 448
+    numbers[..., 0, 0] = 0
+    numbers[..., 0, -1] = 2.0**-8  # denormal
+    scales = numbers.to(torch.float8_e4m3fn)
     factors = (torch.rand(shape[:-1]) + 0.5) * num_inputs**-0.5 / 1000
     if group == 32:
         scales = torch.randint(115, 121, scales.shape, dtype=torch.uint8)
         factors = torch.full(shape[:-1], num_inputs**-0.5 * 100)
-    words, scales, factors = (x.to(device) for x in (fp4.FP4.pack(codes), scales, factors))
+    words, scales, factors = (x.to(device) for x in (*fp4.store(codes, scales), factors))
+    if group == 16:
+        scales = scales.flatten(0, -2).t().contiguous().t().view(scales.shape)
     return CodedWeight(fp4.FP4, words, scales, num_inputs, group, factors=factors)
 
 
@@ -102,7 +106,12 @@ def exact(weight: Any) -> Tensor:
     if weight.format is FOUR_BIT:
         word_I, bit_I = column_I % 32 // 2, column_I % 128 // 32 * 4 + column_I % 2 * 16
         code = weight.words[..., column_I // 128 * 16 + word_I] >> bit_I & 15
-    scale = weight.scales[..., column_I // weight.group]
+    group_I, scales = column_I // weight.group, weight.scales
+    if weight.scales.dtype == torch.int64:
+        scales = scales.contiguous().view(torch.uint8)
+        # The second and third of four groups are exchanged.
+        group_I = group_I + 1 * (group_I % 4 == 1) - 1 * (group_I % 4 == 2)
+    scale = scales[..., group_I]
     if weight.format is mxfp8.MXFP8:
         byte_I = column_I // 64 * 64 + column_I % 32 // 2 * 4 + column_I % 2 * 2 + column_I % 64 // 32
         numbers = weight.words.view(torch.float8_e4m3fn)[..., byte_I].double()
@@ -110,14 +119,16 @@ def exact(weight: Any) -> Tensor:
     if weight.format is FOUR_BIT:
         zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros[..., column_I // weight.group].double()
         return (code.double() - zeros) * scale.double()
-    bits = [(6, 10, 0, 4), (7, 11, 1, 5), (8, 12, 2, 14), (15, 19, 9, 13)]
-    bit_4I = torch.tensor(bits, device=column_I.device)[:, column_I % 32 // 8] + column_I % 2 * 16
-    word_I = column_I // 32 * 4 + column_I % 8 // 2
-    code = sum((weight.words[..., word_I] >> bit_I % 32 & 1) << i for i, bit_I in enumerate(bit_4I))
-    exponent, mantissa = (code >> 1 & 3).double(), (code & 1).double()
+    word = weight.words[..., column_I // 128 * 16 + column_I % 32 // 2].long() & 0xFFFFFFFF
+    shifted = (word, word >> 4 | word << 28, word << 6, word << 2 ^ word >> 6)
+    bits = sum(pairs * (column_I % 128 // 32 == plane) for plane, pairs in enumerate(shifted)) >> column_I % 2 * 16
+    exponent, mantissa = (bits >> 7 & 3).double(), (bits >> 6 & 1).double()
     number = torch.where(exponent > 0, (1 + mantissa / 2) * 2 ** (exponent - 1), mantissa / 2)
-    numbers = 2 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
-    return torch.where(code >= 8, -number, number) * numbers * weight.factors.double().unsqueeze(-1)
+    if weight.group == 16:
+        numbers = (1 + (scale & 7).double() / 8) * 2 ** ((scale >> 3).double() - 21)
+    else:
+        numbers = 2 ** (scale.double() - 127)
+    return torch.where(bits >> 15 & 1 > 0, -number, number) * numbers * weight.factors.double().unsqueeze(-1)
 
 
 def multiplied(x: Tensor, weight: Any) -> Tensor:

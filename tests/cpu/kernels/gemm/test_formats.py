@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.kernels.binding import bind_kernels
+from strandline.kernels.gemm.formats import fp4
 from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, CodedFormat
 from strandline.kernels.gemm.linear import LINEAR_OPERATIONS, bind_gated_linear, bind_linear, linear
-from strandline.kernels.gemm.weights import DenseWeight, StackedWeight
+from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, StackedWeight
 from strandline.kernels.operation import Workload
 from strandline.kernels.rowwise.quantized_rows import GROUP, quantize_groups
 from tests.cpu.kernels.gemm.formats import (
@@ -45,6 +46,16 @@ def test_codes_are_packed_without_loss(format: CodedFormat, shape: tuple[int, ..
     assert (words.dtype, words.shape) == (torch.int32, (*shape[:-1], num_blocks * BLOCK_INPUTS * format.bits // 32))
     assert torch.equal(format.unpack(words)[..., : shape[-1]], codes)
     assert not format.unpack(words)[..., shape[-1] :].any()
+
+
+def test_scales_of_nvfp4_are_stored_without_loss() -> None:
+    scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None].expand(-1, 17)
+    codes = torch.randint(0, 16, (len(scales), 16 * 17 - 3), dtype=torch.uint8)
+    words, stored = fp4.store(codes, scales)
+    assert (stored.dtype, stored.shape) == (torch.int64, (len(scales), 3))
+    weight = CodedWeight(fp4.FP4, words, stored, codes.shape[1], 16, factors=torch.ones(len(scales)))
+    number_of = torch.tensor((*fp4.E2M1, *(-number for number in fp4.E2M1)))
+    assert torch.equal(weight.dequantize(), number_of[codes.int()] * scales[:, :1].float())
 
 
 def test_all_formats_have_functions_and_random_weights() -> None:

@@ -23,6 +23,13 @@ E8M0_BIAS: Final = 127
 """A byte ``s`` is the scale ``2 ** (s - 127)``."""
 
 
+def scale_numbers(scales: Tensor) -> Tensor:
+    """Return published scales in float32; bytes are exponents (``E8M0_BIAS``)."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - E8M0_BIAS)
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class CodedFormat(Format):
     """A format of codes: ``(number - zero) * scale * factor``."""
@@ -35,6 +42,10 @@ class CodedFormat(Format):
     """Returns the codes of words, with those that pad the last block."""
     numbers: Callable[[Tensor], Tensor]
     """Returns the float32 numbers that codes stand for."""
+    store: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """Returns codes and scales ``[..., X]`` as weights hold them; None: packed codes, and scales as published."""
+    scale_numbers: Callable[[Tensor], Tensor] = scale_numbers
+    """Returns what scales of a weight stand for, in float32."""
     draw: Callable[[Tensor, torch.Generator | None], None]
     """Fills words, ``[R, W]``, with random codes."""
     random_std: float
@@ -57,13 +68,6 @@ def draw_bits(words: Tensor, generator: torch.Generator | None) -> None:
 def padded(codes: Tensor) -> Tensor:
     """Return codes with zeros up to the end of the last block."""
     return F.pad(codes, (0, -codes.shape[-1] % BLOCK_INPUTS))
-
-
-def scale_numbers(scales: Tensor) -> Tensor:
-    """Return scales in float32; bytes are exponents (``E8M0_BIAS``)."""
-    if scales.dtype != torch.uint8:
-        return scales.float()
-    return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - E8M0_BIAS)
 
 
 CODED_MANY: Final = Launch(64, 128, BLOCK_INPUTS, 8, 3)

@@ -1,16 +1,14 @@
 """Weights in microscaling formats in kernels: numbers in e2m1 (NVFP4, MXFP4) or e4m3 (MXFP8).
 
-Bits of two codes of a word are moved to where two bfloat16 numbers have them (``fp4.CODE_BITS``). All bits of a
+Bits of two codes of a word are moved to where two bfloat16 numbers have them (``fp4.PAIR_BITS``). All bits of a
 code but the sign are those of a number whose exponent is too small, denormal ones included (``CODE_EXPONENTS``). The
 exponent is corrected by scales (tiles) and inputs (few rows), all by powers of two: every operand is exact.
 
-A span is 32 neighbouring inputs of 4 bits, or 64 of 8 bits. A plane is a run of eight or 32 neighbouring inputs of all
-spans, two of every word: words and halves of a plane are in the order of its inputs. One number holds the scales of a
-span: one in MXFP4; else that of the first half of its planes and that of the second half. A piece is four words of a
-row.
+A span is 16 words: a block of 128 inputs of 4 bits, or half a block of 8 bits. A plane is a run of 32 neighbouring
+inputs of all spans, two of every word: words and halves of a plane are in the order of its inputs. A run has two scales
+in NVFP4, else one. One number holds the scales of a block. A piece is four words of a row.
 
-Shape suffixes: as in ``four_bit_triton.py``; S spans of a block, R inputs of a run, I inputs of a piece in a plane, L
-numbers that hold the scales of a block.
+Shape suffixes: as in ``four_bit_triton.py``; S scales of a plane, R inputs of a scale, I inputs of a piece in a plane.
 """
 # mypy: ignore-errors
 
@@ -20,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from strandline.kernels.gemm.formats import coded
+from strandline.kernels.gemm.formats import coded, fp4
 from strandline.kernels.gemm.formats.four_bit_triton import join_halves
 from strandline.kernels.gemm.formats.launches import MANY
 from strandline.kernels.gemm.formats.operand_triton import DeviceFunctions, RowFunctions
@@ -33,8 +31,7 @@ PLANE_INPUTS = tl.constexpr(8)
 
 PIECE_WORDS = tl.constexpr(4)
 
-PAIR = tl.constexpr(-0x7E3F7E40)
-"""Mask of the bits of two codes of 4 bits: signs, lowest two bits of exponents, highest of mantissas."""
+PAIR = tl.constexpr(fp4.PAIR_BITS)
 
 SIGNS = tl.constexpr(-0x7FFF8000)
 MAGNITUDES = tl.constexpr(0x07F007F0)
@@ -43,12 +40,22 @@ MAGNITUDES = tl.constexpr(0x07F007F0)
 CODE_EXPONENTS = {4: 126, 8: 120}
 """Codes of this many bits, as bits of a number, stand for ``2 ** -126`` or ``2 ** -120`` times their number."""
 
-RUNS = {4: 8, 8: 32}
-"""Inputs of a run of codes of this many bits."""
+RUN = tl.constexpr(32)
+"""Inputs of a run."""
 
-SCALE_EXPONENT = tl.constexpr(118)
-"""In tiles, scales are multiplied with this power of two, and results with what is missing. Scales of up to 512 are
-numbers in bfloat16 then, and products of numbers and scales from 1 / 65,536 on are exact in float16, too."""
+SPAN_WORDS = tl.constexpr(16)
+"""Words of a span."""
+
+SCALE_EXPONENT = tl.constexpr(fp4.SCALE_EXPONENT)
+"""In tiles, scales are this power of two times as large, and results are multiplied with what is missing. Scales of up
+to 512 are numbers in bfloat16 then, and products of numbers and scales from 1 / 65,536 on are exact in float16, too."""
+
+HIGH_BITS = fp4.SCALE_BITS << 16 | fp4.SCALE_BITS
+"""Bits that all scales of NVFP4 have in bfloat16, for two of them. As an argument of kernels, not a constant: the
+compiler then sets and masks bits at once."""
+
+SCALE_BIAS = tl.constexpr((fp4.SCALE_BITS << 16) - (fp4.SCALE_EXPONENT << 23))
+"""Is added to the bits of a scale of NVFP4 in float32."""
 
 INPUT_EXPONENT = tl.constexpr(96)
 """For few rows, inputs are multiplied with this power of two, and results with what is missing: products are not
@@ -60,14 +67,10 @@ class MicroscaledLayout(NamedTuple):
 
     codes: int
     """Codes of a word."""
-    run: int
-    """Inputs of a run; a span has one run for each plane."""
     code_exponent: int
     """``CODE_EXPONENTS`` of these."""
     has_exponents: bool
-    """Whether scales are exponents, else e4m3."""
-    halves: int
-    """Scales of a span."""
+    """Whether scales are exponents, else as of NVFP4."""
 
     def fit_rows(self, block_n: int) -> int:
         """Return how many rows of a matrix a program may take, at most this number."""
@@ -75,19 +78,15 @@ class MicroscaledLayout(NamedTuple):
 
 
 def data(weight: CodedWeight) -> tuple:
-    """Return words and how many a row has, the scales of a span as one number, and factors, if there are any."""
-    scales = weight.scales if _scales_per_span(weight) == 1 else weight.scales.view(torch.int16)
-    return weight.words, weight.words.shape[-1], scales, weight.factors
-
-
-def _scales_per_span(weight: CodedWeight) -> int:
-    return 1 if weight.format.bits == 4 and weight.scales.dtype == torch.uint8 else 2
+    """Return words and how many a row has, scales of blocks and their strides of rows and of blocks, factors, if there
+    are any, and ``HIGH_BITS``."""
+    scales = weight.scales if weight.scales.dtype == torch.int64 else weight.scales.view(torch.int32)
+    return weight.words, weight.words.shape[-1], scales, *scales.stride()[-2:], weight.factors, HIGH_BITS
 
 
 def layout(weight: CodedWeight) -> MicroscaledLayout:
-    bits, run = weight.format.bits, RUNS[weight.format.bits]
-    has_exponents = weight.scales.dtype == torch.uint8
-    return MicroscaledLayout(32 // bits, run, CODE_EXPONENTS[bits], has_exponents, _scales_per_span(weight))
+    bits = weight.format.bits
+    return MicroscaledLayout(32 // bits, CODE_EXPONENTS[bits], weight.scales.dtype != torch.int64)
 
 
 @triton.jit
@@ -97,19 +96,11 @@ def _power_of_2(EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def _scales_of_spans(packed, LAYOUT: tl.constexpr):
-    """Return the scales of the first and of the second half of spans, in float32."""
-    if LAYOUT.halves == 1:
-        scale = (packed.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        return scale, scale
-    elif LAYOUT.has_exponents:
-        bits = packed.to(tl.int32)
-        low, high = (bits & 0xFF) << 23, (bits & 0xFF00) << 15
-        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    else:
-        low, high = packed & 0xFF, (packed >> 8) & 0xFF
-        scale = low.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        return scale, high.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+def _scale_number(packed, BYTE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the scale in a byte of a number, in float32."""
+    byte = (packed >> (8 * BYTE)).to(tl.int32) & 0xFF
+    bits = (byte << 23) if LAYOUT.has_exponents else ((byte << 20) + SCALE_BIAS)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -127,7 +118,7 @@ def _unpack_pairs(words, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
     elif PLANE == 2:
         pairs = (words << 6) & PAIR
     else:
-        pairs = ((words << 2) & (PAIR & ~0x01000100)) | ((words >> 6) & 0x01000100)
+        pairs = ((words << 2) ^ (words.to(tl.uint32, bitcast=True) >> 6).to(tl.int32, bitcast=True)) & PAIR
     return pairs
 
 
@@ -147,23 +138,21 @@ def _unpack_plane(words_NW, scale_NK, PLANE: tl.constexpr, DTYPE: tl.constexpr, 
 
 
 @triton.jit
-def _scales_of_planes(packed_NL, IS_FIRST: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the scales of the first or second half of the planes, ``[N, K]``, times ``2 ** SCALE_EXPONENT``."""
-    N: tl.constexpr = packed_NL.shape[0]
-    SPANS: tl.constexpr = BLOCK_INPUTS // (LAYOUT.run * LAYOUT.codes // 2)
-    if LAYOUT.halves == 1:
-        # By way of float32: if integers are extended, the compiler moves tiles through shared memory.
-        scale_NS = (packed_NL.to(tl.float32).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        scale_NS = (scale_NS * _power_of_2(SCALE_EXPONENT)).to(tl.bfloat16)
-    elif LAYOUT.has_exponents:
-        bits_NL = ((packed_NL << 7) if IS_FIRST else (packed_NL >> 1)) & 0x7F807F80
-        scale_NS = join_halves(bits_NL, tl.bfloat16) * _power_of_2(SCALE_EXPONENT).to(tl.bfloat16)
+def _scales_of_plane(packed_N1, high_bits, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the scales of a plane, ``[N, K]``, times ``2 ** SCALE_EXPONENT``."""
+    N: tl.constexpr = packed_N1.shape[0]
+    INPUTS: tl.constexpr = RUN if LAYOUT.codes == 4 else RUN // 2
+    if not LAYOUT.has_exponents:
+        pair_N1 = (packed_N1 >> (PLANE // 2 * 32)).to(tl.int32)
+        bits_N1 = (((pair_N1 << 4) if PLANE % 2 == 0 else (pair_N1 >> 4)) & 0x0FF00FF0) | high_bits
+        scale_NS = join_halves(bits_N1, tl.bfloat16)
+    elif LAYOUT.codes == 4:
+        bits_N1 = ((packed_N1 << 7) if PLANE == 0 else (packed_N1 >> 1)) & 0x7F807F80
+        scale_NS = join_halves(bits_N1, tl.bfloat16) * _power_of_2(SCALE_EXPONENT).to(tl.bfloat16)
     else:
-        # Bits of e4m3 are those of a number in bfloat16 whose exponent is 120 too small.
-        bits_NL = ((packed_NL << 4) if IS_FIRST else (packed_NL >> 4)) & 0x07F007F0
-        power = _power_of_2((SCALE_EXPONENT + 120) // 2).to(tl.bfloat16)
-        scale_NS = join_halves(bits_NL, tl.bfloat16) * power * power
-    return tl.reshape(tl.broadcast_to(scale_NS[:, :, None], [N, SPANS, LAYOUT.run]), [N, SPANS * LAYOUT.run])
+        scale_N1 = (_scale_number(packed_N1, PLANE, LAYOUT) * _power_of_2(SCALE_EXPONENT)).to(tl.bfloat16)
+        scale_NS = tl.reshape(tl.join(scale_N1, scale_N1), [N, 2])
+    return tl.reshape(tl.broadcast_to(scale_NS[:, :, None], [N, 2, INPUTS]), [N, 2 * INPUTS])
 
 
 @triton.jit
@@ -187,7 +176,7 @@ def tile(
 ):
     """Multiply as ``operand_triton.py`` says; ``BLOCK_K`` is a block."""
     x_ptr, _, stride_x, _ = x
-    weight_ptr, num_words, scale_ptr, factor_ptr = weight
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, high_bits = weight
     tl.static_assert(BLOCK_K == BLOCK_INPUTS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
@@ -197,35 +186,33 @@ def tile(
     up_N = read_N + N
     word_W = tl.arange(0, BLOCK_WORDS)
     input_K = tl.arange(0, 2 * BLOCK_WORDS)
-    input_K = input_K // LAYOUT.run * (LAYOUT.run * PLANES) + input_K % LAYOUT.run
+    input_K = input_K // RUN * (RUN * PLANES) + input_K % RUN
     x_KM_ptr = x_ptr + (read_M.to(tl.int64) * stride_x)[None, :] + input_K[:, None]
     words_NW_ptr = weight_ptr + (read_N * num_words)[:, None] + word_W[None, :]
     up_NW_ptr = weight_ptr + (up_N * num_words)[:, None] + word_W[None, :]
-    NUM_PACKED: tl.constexpr = BLOCK_INPUTS // (LAYOUT.run * PLANES) // LAYOUT.halves
-    if LAYOUT.halves > 1:
-        scale_ptr = scale_ptr.to(tl.pointer_type(tl.int32))
-    packed_L = tl.arange(0, NUM_PACKED)
-    packed_NL_ptr = scale_ptr + (read_N * (num_words // BLOCK_WORDS * NUM_PACKED))[:, None] + packed_L[None, :]
-    up_packed_NL_ptr = scale_ptr + (up_N * (num_words // BLOCK_WORDS * NUM_PACKED))[:, None] + packed_L[None, :]
+    scale_N1_ptr = (scale_ptr + read_N * stride_row)[:, None]
+    up_scale_N1_ptr = (scale_ptr + up_N * stride_row)[:, None]
     acc_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     acc_up_NM = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for block in range(first, end):
+    # Two blocks at a time need twice the shared memory, and are faster in small tiles with many inputs.
+    UNROLL: tl.constexpr = 2 if IS_GATED and LAYOUT.codes == 8 and BLOCK_M <= 16 else 1
+    for block in tl.range(first, end, loop_unroll_factor=UNROLL):
         words_NW = tl.load(words_NW_ptr + block * BLOCK_WORDS)
-        packed_NL = tl.load(packed_NL_ptr + block * NUM_PACKED)
+        packed_N1 = tl.load(scale_N1_ptr + tl.cast(block, tl.int64) * stride_block)
         if IS_GATED:
             up_NW = tl.load(up_NW_ptr + block * BLOCK_WORDS)
-            up_packed_NL = tl.load(up_packed_NL_ptr + block * NUM_PACKED)
+            up_packed_N1 = tl.load(up_scale_N1_ptr + tl.cast(block, tl.int64) * stride_block)
         for plane in tl.static_range(PLANES):
-            start = block * BLOCK_INPUTS + plane * LAYOUT.run
+            start = block * BLOCK_INPUTS + plane * RUN
             if IS_EVEN:
                 x_KM = tl.load(x_KM_ptr + start)
             else:
                 x_KM = tl.load(x_KM_ptr + start, mask=(start + input_K < K)[:, None], other=0.0)
-            scale_NK = _scales_of_planes(packed_NL, plane < PLANES // 2, LAYOUT)
+            scale_NK = _scales_of_plane(packed_N1, high_bits, plane, LAYOUT)
             code_NK = _unpack_plane(words_NW, scale_NK, plane, DTYPE, LAYOUT)
             acc_NM = tl.dot(code_NK, x_KM, acc_NM, input_precision="ieee")
             if IS_GATED:
-                up_scale_NK = _scales_of_planes(up_packed_NL, plane < PLANES // 2, LAYOUT)
+                up_scale_NK = _scales_of_plane(up_packed_N1, high_bits, plane, LAYOUT)
                 up_code_NK = _unpack_plane(up_NW, up_scale_NK, plane, DTYPE, LAYOUT)
                 acc_up_NM = tl.dot(up_code_NK, x_KM, acc_up_NM, input_precision="ieee")
     missing = _power_of_2(LAYOUT.code_exponent - SCALE_EXPONENT)
@@ -242,61 +229,85 @@ def tile(
 @triton.jit
 def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
     """Return as ``operand_triton.py`` says the numbers of a block."""
-    weight_ptr, num_words, scale_ptr, factor_ptr = weight
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, _ = weight
     N: tl.constexpr = read_N.shape[0]
     BLOCK_WORDS: tl.constexpr = BLOCK_INPUTS // LAYOUT.codes
-    SPANS: tl.constexpr = BLOCK_INPUTS // (LAYOUT.run * LAYOUT.codes // 2)
     word_W = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    span_S = block * SPANS + tl.arange(0, SPANS)
     words_NW = tl.load(weight_ptr + (read_N * num_words)[:, None] + word_W[None, :])
-    num_spans = num_words // BLOCK_WORDS * SPANS
-    packed_NS = tl.load(scale_ptr + (read_N * num_spans)[:, None] + span_S[None, :])
-    first_NS, second_NS = _scales_of_spans(packed_NS, LAYOUT)
+    packed_N = tl.load(scale_ptr + read_N * stride_row + tl.cast(block, tl.int64) * stride_block)
+    factor_N = tl.full([N], 1.0, tl.float32)
     if factor_ptr is not None:
-        factor_N1 = tl.load(factor_ptr + read_N)[:, None]
-        first_NS *= factor_N1
-        second_NS *= factor_N1
-    first_NSR = _dequantize_plane(words_NW, first_NS, 0, LAYOUT)
+        factor_N *= tl.load(factor_ptr + read_N)
+    first = _dequantize_plane(words_NW, packed_N, factor_N, 0, LAYOUT)
+    second = _dequantize_plane(words_NW, packed_N, factor_N, 1, LAYOUT)
     if LAYOUT.codes == 4:
-        second_NSR = _dequantize_plane(words_NW, second_NS, 1, LAYOUT)
-        number_NSPR = tl.permute(tl.join(first_NSR, second_NSR), [0, 1, 3, 2])
+        # Of each span.
+        pairs_NSRP = tl.reshape(tl.join(first, second), [N, 2, RUN, 2])
+        number_NSPR = tl.permute(pairs_NSRP, [0, 1, 3, 2])
     else:
-        second_NSR = _dequantize_plane(words_NW, first_NS, 1, LAYOUT)
-        third_NSR = _dequantize_plane(words_NW, second_NS, 2, LAYOUT)
-        fourth_NSR = _dequantize_plane(words_NW, second_NS, 3, LAYOUT)
-        number_NSRPP = tl.join(tl.join(first_NSR, third_NSR), tl.join(second_NSR, fourth_NSR))
-        number_NSPR = tl.permute(number_NSRPP, [0, 1, 3, 4, 2])
+        third = _dequantize_plane(words_NW, packed_N, factor_N, 2, LAYOUT)
+        fourth = _dequantize_plane(words_NW, packed_N, factor_N, 3, LAYOUT)
+        number_NSPR = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), [0, 2, 3, 1])
     return tl.reshape(number_NSPR, [N, BLOCK_INPUTS])
 
 
 @triton.jit
-def _dequantize_plane(words_NW, scale_NS, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
+def _dequantize_plane(words_NW, packed_N, factor_N, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the numbers of a plane."""
     even_NW, odd_NW = _unpack_numbers(words_NW, PLANE, LAYOUT)
-    number_NSR = tl.reshape(tl.join(even_NW, odd_NW), [scale_NS.shape[0], scale_NS.shape[1], LAYOUT.run])
-    return number_NSR * _power_of_2(LAYOUT.code_exponent) * scale_NS[:, :, None]
+    N: tl.constexpr = words_NW.shape[0]
+    # Bytes of the scales of both halves of the words.
+    if not LAYOUT.has_exponents:
+        FIRST: tl.constexpr = PLANE // 2 * 4 + PLANE % 2
+        SECOND: tl.constexpr = FIRST + 2
+    elif LAYOUT.codes == 4:
+        FIRST: tl.constexpr = PLANE
+        SECOND: tl.constexpr = PLANE + 2
+    else:
+        FIRST: tl.constexpr = PLANE
+        SECOND: tl.constexpr = PLANE
+    first_N, second_N = _scale_number(packed_N, FIRST, LAYOUT), _scale_number(packed_N, SECOND, LAYOUT)
+    scale_NS = tl.join(first_N * factor_N, second_N * factor_N)
+    number_NSR = tl.reshape(tl.join(even_NW, odd_NW), [N, 2, words_NW.shape[1]])
+    number_NSR = number_NSR * _power_of_2(LAYOUT.code_exponent) * scale_NS[:, :, None]
+    return tl.reshape(number_NSR, [N, 2 * words_NW.shape[1]])
 
 
 @triton.jit
 def _load_pieces(weight, row_CN, is_1N, start, LAYOUT: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load pieces of rows, ``[J, C, N, W]``, and their scales, ``[J, C, N]``."""
-    weight_ptr, num_words, scale_ptr, _ = weight
+    """Load pieces of rows, ``[J, C, N, W]``, and the scales of their first two and of other planes, ``[J, C, N]``."""
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, _, _ = weight
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
-    SPAN_PIECES: tl.constexpr = LAYOUT.run // PLANE_INPUTS
-    num_pieces = num_words // PIECE_WORDS
+    SPAN_PIECES: tl.constexpr = SPAN_WORDS // PIECE_WORDS
+    BLOCK_PIECES: tl.constexpr = BLOCK_INPUTS // PIECE_INPUTS
+    PAIRS: tl.constexpr = 2 if LAYOUT.has_exponents else 4
     piece_J = start // PIECE_INPUTS + tl.arange(0, BLOCK_K // PIECE_INPUTS)
-    span_J = piece_J // SPAN_PIECES
     word_JW = piece_J[:, None] * PIECE_WORDS + tl.arange(0, PIECE_WORDS)[None, :]
     ptr_JCNW = weight_ptr + (row_CN * num_words)[None, :, :, None] + word_JW[:, None, None, :]
-    scale_JCN_ptr = scale_ptr + (row_CN * (num_pieces // SPAN_PIECES))[None, :, :] + span_J[:, None, None]
+    # Two scales in each number: a block has two or four such pairs.
+    scale_ptr = scale_ptr.to(tl.pointer_type(tl.int16))
+    if not LAYOUT.has_exponents:
+        in_block_J = piece_J % SPAN_PIECES // (SPAN_PIECES // 2)
+    elif LAYOUT.codes == 4:
+        in_block_J = piece_J % BLOCK_PIECES // SPAN_PIECES
+    else:
+        in_block_J = tl.zeros_like(piece_J)
+    offset_J = (piece_J // BLOCK_PIECES).to(tl.int64) * (PAIRS * stride_block) + in_block_J
+    scale_JCN_ptr = scale_ptr + (row_CN * (PAIRS * stride_row))[None, :, :] + offset_J[:, None, None]
     if IS_EVEN:
         words_JCNW = tl.load(ptr_JCNW, eviction_policy="evict_first")
-        scales_JCN = tl.load(scale_JCN_ptr)
+        first_JCN = tl.load(scale_JCN_ptr)
+        second_JCN = first_JCN
+        if LAYOUT.codes == 8:
+            second_JCN = tl.load(scale_JCN_ptr + PAIRS // 2)
     else:
-        is_JCN = is_1N[None, :, :] & (piece_J < num_pieces)[:, None, None]
+        is_JCN = is_1N[None, :, :] & (piece_J < num_words // PIECE_WORDS)[:, None, None]
         words_JCNW = tl.load(ptr_JCNW, mask=is_JCN[:, :, :, None], other=0, eviction_policy="evict_first")
-        scales_JCN = tl.load(scale_JCN_ptr, mask=is_JCN, other=0)
-    return words_JCNW, scales_JCN
+        first_JCN = tl.load(scale_JCN_ptr, mask=is_JCN, other=0)
+        second_JCN = first_JCN
+        if LAYOUT.codes == 8:
+            second_JCN = tl.load(scale_JCN_ptr + PAIRS // 2, mask=is_JCN, other=0)
+    return words_JCNW, (first_JCN, second_JCN)
 
 
 @triton.jit
@@ -318,19 +329,18 @@ def load_rows(
     row_N = first_N + tl.arange(0, BLOCK_N)
     is_1N = (row_N < N)[None, :]
     row_CN = (matrix_C.to(tl.int64) * (NUM_PARTS * N))[:, None] + row_N[None, :]
-    words_JCNW, scales_JCN = _load_pieces(weight, row_CN, is_1N, start, LAYOUT, IS_EVEN, BLOCK_K)
-    up_JCNW, up_scales_JCN = words_JCNW, scales_JCN
+    words_JCNW, scales = _load_pieces(weight, row_CN, is_1N, start, LAYOUT, IS_EVEN, BLOCK_K)
+    up_JCNW, up_scales = words_JCNW, scales
     if IS_GATED:
-        up_JCNW, up_scales_JCN = _load_pieces(weight, row_CN + N, is_1N, start, LAYOUT, IS_EVEN, BLOCK_K)
-    return words_JCNW, scales_JCN, up_JCNW, up_scales_JCN
+        up_JCNW, up_scales = _load_pieces(weight, row_CN + N, is_1N, start, LAYOUT, IS_EVEN, BLOCK_K)
+    return words_JCNW, scales, up_JCNW, up_scales
 
 
 @triton.jit
-def _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Add the products with the codes of a plane."""
+def _multiply_plane(words_JCNW, even_JMW, odd_JMW, PLANE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the products with the codes of a plane, those of two neighbouring inputs added."""
     even_JCNW, odd_JCNW = _unpack_numbers(words_JCNW, PLANE, LAYOUT)
-    acc_JMNW += even_JCNW * even_JMW[:, :, None, :]
-    return acc_JMNW + odd_JCNW * odd_JMW[:, :, None, :]
+    return even_JCNW * even_JMW[:, :, None, :] + odd_JCNW * odd_JMW[:, :, None, :]
 
 
 @triton.jit
@@ -355,14 +365,13 @@ def multiply_rows(
 ):
     """Multiply as ``operand_triton.py`` says: sums of pieces, ``[J, M, N]``."""
     tl.static_assert(NORM is None, "only dense weights normalise rows as they read them")
-    words_JCNW, scales_JCN, up_JCNW, up_scales_JCN = loaded
+    words_JCNW, scales, up_JCNW, up_scales = loaded
     x_ptr, _, stride_x, _ = x
-    _, _, _, factor_ptr = weight
+    _, _, _, _, _, factor_ptr, _ = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
-    SPAN_PIECES: tl.constexpr = LAYOUT.run // PLANE_INPUTS
-    HALVES: tl.constexpr = LAYOUT.halves
-    HALF_PLANES: tl.constexpr = LAYOUT.codes // 2 // HALVES
+    SPAN_PIECES: tl.constexpr = SPAN_WORDS // PIECE_WORDS
+    PLANES: tl.constexpr = LAYOUT.codes // 2
     J: tl.constexpr = BLOCK_K // PIECE_INPUTS
     M: tl.constexpr = row_M.shape[0]
     row_N = first_N + tl.arange(0, BLOCK_N)
@@ -373,24 +382,19 @@ def multiply_rows(
     col_JI = col_J[:, None] + tl.arange(0, PLANE_INPUTS)[None, :]
     x_JMI_ptr = x_ptr + (row_M.to(tl.int64) * stride_x)[None, :, None] + col_JI[:, None, :]
     power = _power_of_2(INPUT_EXPONENT)
-    scales, up_scales = _scales_of_spans(scales_JCN, LAYOUT), _scales_of_spans(up_scales_JCN, LAYOUT)
     out_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
     out_up_JMN = tl.zeros([J, M, BLOCK_N], dtype=tl.float32)
-    for half in tl.static_range(HALVES):
-        acc_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
-        acc_up_JMNW = tl.zeros([J, M, BLOCK_N, PIECE_WORDS], dtype=tl.float32)
-        for plane in tl.static_range(half * HALF_PLANES, (half + 1) * HALF_PLANES):
-            is_JMI = is_row_M[None, :, None]
-            if not IS_EVEN:
-                is_JMI = is_JMI & (col_JI + plane * LAYOUT.run < K)[:, None, :]
-            x_JMI = tl.load(x_JMI_ptr + plane * LAYOUT.run, mask=is_JMI, other=0.0).to(tl.float32) * power
-            even_JMW, odd_JMW = tl.split(tl.reshape(x_JMI, [J, M, PIECE_WORDS, 2]))
-            acc_JMNW = _add_plane(acc_JMNW, words_JCNW, even_JMW, odd_JMW, plane, LAYOUT)
-            if IS_GATED:
-                acc_up_JMNW = _add_plane(acc_up_JMNW, up_JCNW, even_JMW, odd_JMW, plane, LAYOUT)
-        out_JMN += tl.sum(acc_JMNW, axis=3) * scales[half]
+    for plane in tl.static_range(PLANES):
+        is_JMI = is_row_M[None, :, None]
+        if not IS_EVEN:
+            is_JMI = is_JMI & (col_JI + plane * RUN < K)[:, None, :]
+        x_JMI = tl.load(x_JMI_ptr + plane * RUN, mask=is_JMI, other=0.0).to(tl.float32) * power
+        even_JMW, odd_JMW = tl.split(tl.reshape(x_JMI, [J, M, PIECE_WORDS, 2]))
+        acc_JMNW = _multiply_plane(words_JCNW, even_JMW, odd_JMW, plane, LAYOUT)
+        out_JMN += tl.sum(acc_JMNW, axis=3) * _scale_number(scales[plane // 2], plane % 2, LAYOUT)
         if IS_GATED:
-            out_up_JMN += tl.sum(acc_up_JMNW, axis=3) * up_scales[half]
+            acc_JMNW = _multiply_plane(up_JCNW, even_JMW, odd_JMW, plane, LAYOUT)
+            out_up_JMN += tl.sum(acc_JMNW, axis=3) * _scale_number(up_scales[plane // 2], plane % 2, LAYOUT)
     missing = _power_of_2(LAYOUT.code_exponent - INPUT_EXPONENT)
     if factor_ptr is None:
         out_JMN *= missing

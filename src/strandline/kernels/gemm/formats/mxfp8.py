@@ -73,6 +73,7 @@ LAUNCHES: Final = FormatLaunches(
     linear_fixed=CODED_FIXED,
     experts=FP4.launches.experts._replace(
         decode=(MXFP8_FEW_TOKENS, MXFP8_FEW_TOKENS),
+        several=None,
         middle=MXFP8_TOKENS,
         prefill=MXFP8_TOKENS,
         min_dequantized=192,
