@@ -88,12 +88,12 @@ class CodedRows:
         """Pack rows of a part of a weight."""
         group_X = part.group_K[:: self.stored.group]
         columns = slice(0, len(group_X))
-        code_RK, scale_RX = part.code_NK[row_R], _part_of(part.scale_NX, row_R, group_X)
+        code_RI, scale_RX = part.code_NK[row_R], _part_of(part.scale_NX, row_R, group_X)
         if self.stored.format.store is None:
-            self.words_RW[index_R] = self.stored.format.pack(code_RK)
+            self.words_RW[index_R] = self.stored.format.pack(code_RI)
             self.scales_RX[index_R, columns] = scale_RX.to(self.stored.scale_dtype)
         else:
-            words, scales = self.stored.format.store(code_RK, scale_RX)
+            words, scales = self.stored.format.store(code_RI, scale_RX)
             self.words_RW[index_R] = words
             self.scales_RX[index_R, : scales.shape[1]] = scales
         if self.zeros_RX is not None:
@@ -143,10 +143,10 @@ class CodedRows:
         )
 
 
-def _part_of(scale_NX: Tensor, row_R: Tensor, group_X: Tensor) -> Tensor:
+def _part_of(scale_RX: Tensor, row_R: Tensor, group_X: Tensor) -> Tensor:
     """Return scales of rows and groups: those of 8 bits by way of bytes, since torch indexes no e4m3."""
-    indexable = scale_NX.view(torch.uint8) if scale_NX.itemsize == 1 else scale_NX
-    return indexable[row_R][:, group_X].view(scale_NX.dtype)
+    indexable = scale_RX.view(torch.uint8) if scale_RX.itemsize == 1 else scale_RX
+    return indexable[row_R][:, group_X].view(scale_RX.dtype)
 
 
 def _chunks(index_R: Tensor, source_R: Rows, num_rows: int, num_inputs: int) -> Iterator[tuple[Tensor, Tensor]]:
