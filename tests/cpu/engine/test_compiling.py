@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from triton.backends.nvidia import driver as nvidia
 
 from strandline.engine.processes import kernel_compiler
+from strandline.engine.processes.dry_run import dry_config
 from strandline.kernels import recording_triton
 
 ROOT = Path(__file__).parents[3]
@@ -201,6 +202,21 @@ def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
     assert len(list(cache.glob("*/*.cubin"))) >= 1
     assert bool(list(cache.glob("*/__triton_launcher*.so"))) == has_launchers
     assert bool(list(cache.glob("*/cuda_utils*.so"))) == has_launchers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"disk_cache": "cache", "disk_cache_size": "1GiB"},
+        {"object_store": "s3://bucket", "object_store_size": "1GiB"},
+        {"host_memory": "1GiB", "snapshot_dtype": "bfloat16"},
+        {"merge_lora": "adapter=directory"},
+        {"reasoning_config": {"reasoning_end_str": "</think>"}},
+    ],
+    ids=str,
+)
+def test_no_option_of_tiers_or_files_prevents_a_dry_run(options: dict[str, Any]) -> None:
+    dry_config(EngineConfig(model=MODEL, **options))
 
 
 RECORD = """

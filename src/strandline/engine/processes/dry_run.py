@@ -53,6 +53,26 @@ def _connection(size: int, counter_shape: tuple[int, ...]) -> Connection:
     return Connection(0, addresses_N, torch.empty(counter_shape, dtype=torch.int32, device=META))
 
 
+def dry_config(config: EngineConfig) -> EngineConfig:
+    """Return a configuration that launches the same kernels, without weights, tokenizer, tiers and other engines."""
+    return replace(
+        config,
+        load_format="dummy",
+        merge_lora=None,
+        skip_tokenizer_init=True,
+        reasoning_config=None,
+        host_memory=None,
+        disk_cache=None,
+        disk_cache_size=None,
+        object_store=None,
+        object_store_size=None,
+        snapshot_dtype="float32",
+        kv_events_config=None,
+        kv_transfer_config=None,
+        distributed_executor_backend="uni",
+    )
+
+
 def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
     """Return the kernels that an engine with this configuration compiles on a GPU; of several ranks, those of the first
     one.
@@ -68,18 +88,7 @@ def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
 
 def run_start(config: EngineConfig) -> None:
     """Start an engine on the device ``meta``, and end it; see ``record_start``."""
-    dry = replace(
-        config,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        reasoning_config=None,
-        host_memory=None,
-        disk_cache=None,
-        object_store=None,
-        kv_events_config=None,
-        kv_transfer_config=None,
-        distributed_executor_backend="uni",
-    )
+    dry = dry_config(config)
     with zeros_from_meta():
         num_ranks = config.tensor_parallel_size
         executor = load_uni_executor(dry, None, ONE_RANK if num_ranks == 1 else _OneOfSeveral(num_ranks), device=META)
