@@ -23,7 +23,7 @@ from strandline.ids import NO_TOKEN
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.sampling.verification import LastStep
-from strandline.kernels.step import PlannedStep, locate_rows
+from strandline.kernels.step import PlannedStep, SequenceColumns, locate_rows
 from strandline.models.layers.protocol import DraftBlock, DraftingModel, ModelMemory
 from strandline.records.plan import SequencePlan
 
@@ -111,7 +111,8 @@ def padded_blocks(
     sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
     is_newest_T = row_T == starts_N2[sequence_T]
     tokens_T = torch.where(is_newest_T, pad(newest_N, (0, 1))[sequence_T], block.mask_token_id)
-    columns = sampled._replace(start=start_N1, end=end_N1, kv_start=none_N1, rotary_delta=none_N1)
+    # Blocks have no states, logs or drafts: all other columns are zeros.
+    columns = SequenceColumns(*[none_N1] * len(SequenceColumns._fields))._replace(start=start_N1, end=end_N1)
     addresses = kernels[locate_rows](PlannedStep(tokens_T, starts_N2, columns), table_NM)
     attention = replace(
         verified.batch.attention,
