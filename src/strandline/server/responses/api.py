@@ -342,6 +342,7 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     with service.client.expect(params.n):
         prompt = await _render(service, body, conversation, placeholders, salt)
         checked = await service.bind(params, box, prompt)
+    salt = service.salt_of(request, body.cache_salt, body.model)
     response = ModelResponse(service, body, conversation, prompt, checked, salt)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
