@@ -278,11 +278,11 @@ class EngineConfig:
         """Check the options of host memory, the disk cache and the object store."""
         if self.host_memory is not None:
             parse_bytes(self.host_memory, "--host-memory")
-        for tier, place, size in self._file_tiers:
-            _require_type(tier.flag[2:].replace("-", "_"), place, (str, NoneType))
+        for tier, location, size in self._file_tiers:
+            _require_type(tier.flag[2:].replace("-", "_"), location, (str, NoneType))
             if size is not None:
                 parse_bytes(size, tier.size_flag)
-                if place is None:
+                if location is None:
                     raise ConfigError(
                         f"{tier.size_flag} {size} is for the {tier.title}, and there is none; add {tier.flag} "
                         f"{tier.placeholder}"
@@ -321,12 +321,12 @@ class EngineConfig:
     @property
     def file_tier(self) -> FileTier | None:
         """The tier whose files outlive the process; None: there is none."""
-        return next((tier for tier, place, _ in self._file_tiers if place is not None), None)
+        return next((tier for tier, location, _ in self._file_tiers if location is not None), None)
 
     @property
     def file_tier_size(self) -> str | int:
         """Its size, or as much of it as the engine uses; 0: there is none."""
-        given = ((tier, size) for tier, place, size in self._file_tiers if place is not None)
+        given = ((tier, size) for tier, location, size in self._file_tiers if location is not None)
         return next((tier.default_size if size is None else size for tier, size in given), 0)
 
     def _require_cache(self) -> None:

@@ -123,12 +123,12 @@ class CapturedStep:
         Args:
             verdicts: with drafts, a ``Verdict`` for each row; empty: none is forced.
         """
-        self.bring(host, verdicts)
+        self.upload(host, verdicts)
         self.graph.replay()
         return self.hidden_TE
 
-    def bring(self, host: HostBatch | None, verdicts: Sequence[int] = ()) -> None:
-        """Bring integers and block tables to the device; None: those of no sequence.
+    def upload(self, host: HostBatch | None, verdicts: Sequence[int] = ()) -> None:
+        """Upload integers and block tables; None: those of no sequence.
 
         Integers and tokens are moved by kernels, since a copy before and one after a graph take 15 µs on an H200.
         """
@@ -219,7 +219,7 @@ class StepGraphs:
             step = CapturedStep(size, block_table, window_tables, self._kernels, pinned)
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
-            step.bring(None)
+            step.upload(None)
             if not size.has_filler:
                 step.named["token_address"].fill_(last.tokens_P.data_ptr())
             tails = list[Callable[[], None]]()

@@ -37,7 +37,7 @@ class FileFacts:
     tier: FileTier
     num_blocks: int
     """Its size, or as much of it as the engine uses."""
-    place: str
+    location: str
     """A directory or a URL; on a rank, the rank's."""
     key: bytes
     """What salts are hashed with."""

@@ -171,10 +171,10 @@ def open_discoveries(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) ->
     found, spec = facts.lower.files, facts.spec
     if found is None or found.tier != OBJECTS or not loads.tiers:
         return None
-    files = open_object_files(found.place, found.layout, spec, snapshot_dtype)
+    files = open_object_files(found.location, found.layout, spec, snapshot_dtype)
     try:
         catalog = ObjectCatalog(files, has_snapshots=spec.stored_snapshots(snapshot_dtype).max_blocks > 0)
     except OSError as error:
         files.close()
-        raise ConfigError(f"{OBJECTS.flag} {found.place} cannot be listed: {cause_of(error)}") from error
+        raise ConfigError(f"{OBJECTS.flag} {found.location} cannot be listed: {cause_of(error)}") from error
     return Discoveries(catalog, loads)

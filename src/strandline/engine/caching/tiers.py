@@ -54,8 +54,8 @@ def _files(files: FileFacts, size: str, has: str) -> str:
         has: what it has now.
     """
     if files.tier == DISK:
-        return f"{size} in {files.place}; {has} from earlier runs, found in {files.scan_s:.1f} s"
-    return f"at most {size} of {files.place} are used; {has} of all engines found"
+        return f"{size} in {files.location}; {has} from earlier runs, found in {files.scan_s:.1f} s"
+    return f"at most {size} of {files.location} are used; {has} of all engines found"
 
 
 def on_each_rank(facts: ExecutorFacts) -> str:

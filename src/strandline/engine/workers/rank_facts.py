@@ -31,5 +31,5 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
 
 def _shared(facts: ExecutorFacts) -> ExecutorFacts:
     """Return facts without what each rank has for itself."""
-    files = facts.lower.files and replace(facts.lower.files, place="", key=b"", layout={}, kept=[], scan_s=0.0)
+    files = facts.lower.files and replace(facts.lower.files, location="", key=b"", layout={}, kept=[], scan_s=0.0)
     return replace(facts, start_s={}, lower=replace(facts.lower, files=files))
