@@ -10,6 +10,7 @@ import pytest
 
 from strandline.errors import RequestError
 from strandline.records.events import Limits
+from strandline.server.requests.request_bodies import CompletionBody
 from strandline.server.requests.service import LONG_CHARACTERS, Service
 from strandline.text.frontend import Frontend
 from tests.cpu.engine.tokenizers import byte_tokenizer
@@ -69,12 +70,15 @@ def items(*content: Any) -> list[Any]:
         (CHAT, "functions", [{"name": "f"}], "; send tools"),
         (CHAT, "system", "Be brief.", "this API has no system; send a message of the role system"),
         (CHAT, "stop_sequences", ["x"], "this API has no stop_sequences; send stop"),
-        (CHAT, "max_output_tokens", 5, "send max_completion_tokens"),
+        (CHAT, "system", "", ""),
         (CHAT, "max_output_tokens", None, ""),
-        (COMPLETION, "max_completion_tokens", 5, "send max_tokens"),
-        (RESPONSE, "max_tokens", 5, "send max_output_tokens"),
-        (RESPONSE, "response_format", {"type": "json_object"}, "send text.format"),
+        (CHAT, "max_output_tokens", 5, ""),
+        (COMPLETION, "max_completion_tokens", 5, ""),
+        (RESPONSE, "max_tokens", 5, ""),
+        (RESPONSE, "response_format", {"type": "json_object"}, "this API has no response_format; send text.format"),
+        (RESPONSE, "response_format", {"type": "text"}, ""),
         (MESSAGE, "stop", ["x"], "send stop_sequences"),
+        (MESSAGE, "stop", [], ""),
         (CHAT, "modalities", ["audio"], "modalities is not supported"),
         (CHAT, "modalities", ["text", "audio"], "modalities is not supported"),
         (CHAT, "modalities", ["text"], ""),
@@ -130,6 +134,10 @@ def test_it_is_refused_and_the_server_goes_on(
         (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         (CHAT, {"reasoning_effort": "huge"}, "reasoning_effort"),
         (RESPONSE, {"reasoning": {"effort": []}}, "reasoning.effort"),
+        (CHAT, {"max_tokens": None, "max_output_tokens": 1}, "max_output_tokens"),
+        (COMPLETION, {"max_tokens": None, "max_completion_tokens": 1}, "max_completion_tokens"),
+        (RESPONSE, {"max_output_tokens": None, "max_tokens": 1}, "max_tokens"),
+        (RESPONSE, {"reasoning": {"summary": "auto"}, "reasoning_effort": "low"}, "reasoning_effort"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
         (CHAT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
@@ -168,6 +176,12 @@ def test_errors_name_the_field_that_was_sent(
     assert error["param"] == param
     named = "conversation" if param == "input" else param.removesuffix("s")
     assert re.search(rf"(?<!\w){re.escape(named)}", error["message"])
+
+
+def test_default_of_own_field_does_not_replace_a_foreign_one() -> None:
+    body = CompletionBody.model_validate({"prompt": "x", "max_completion_tokens": 5})
+    with pytest.raises(RequestError, match="this API has no max_completion_tokens; send max_tokens"):
+        body.sampling_params({})
 
 
 JSON = {"Content-Type": "application/json"}

@@ -21,7 +21,16 @@ from strandline.server.messages.blocks import Blocks
 from strandline.server.messages.content import BlockTexts
 from strandline.server.messages.history import History, read_history
 from strandline.server.messages.tools import read_tools
-from strandline.server.requests.request_bodies import Objects, Strings, Whole, check_extra, effort_options, sent_as
+from strandline.server.requests.request_bodies import (
+    Objects,
+    Strings,
+    Whole,
+    check_extra,
+    check_foreign,
+    effort_options,
+    sent_as,
+    whole,
+)
 from strandline.server.requests.service import Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.tools import Toolbox
@@ -37,13 +46,13 @@ THINKING: Mapping[str, dict[str, Any]] = {
     "adaptive": {},  # the template's default
 }
 """Types of ``thinking``, and the template's options."""
-FOREIGN: Final[Mapping[str, str]] = {
-    "instructions": "system",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
+FOREIGN: Final[Mapping[str, Sequence[str]]] = {
+    "instructions": ["system"],
+    "reasoning_effort": ["output_config.effort"],
+    "response_format": ["output_config.format"],
+    "stop": ["stop_sequences"],
 }
-"""Fields of other APIs, and what this one has instead."""
+"""Fields of other APIs, and what this one has instead: as in ``check_foreign``."""
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
@@ -151,7 +160,8 @@ class MessagesBody(CountBody):
         Raises:
             RequestError: a value is out of range, or the body asks for what is not supported.
         """
-        check_extra(self.model_extra, foreign=FOREIGN)
+        check_foreign(self, FOREIGN)
+        check_extra(self.model_extra)
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
         name, wanted = "output_format", self.output_format
@@ -170,7 +180,7 @@ class MessagesBody(CountBody):
     def _budget(self) -> Any:
         """Return the budget of reasoning; None: the request sets no limit."""
         thinking = self.thinking or {}
-        return thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
+        return whole(thinking.get("budget_tokens")) if thinking.get("type") == "enabled" else None
 
 
 class Message:

@@ -5,7 +5,7 @@ expect of older servers, and logged once. Unsupported fields that would change t
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
@@ -56,6 +56,9 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 """Fields that are accepted and have no effect."""
 
+EMPTY: Final[Sequence[Any]] = (None, "", [], {}, {"type": "text"})
+"""Values of fields that ask for nothing."""
+
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning_effort``, as in vLLM."""
 
@@ -63,12 +66,12 @@ STRUCTURED: Final = "structured_outputs"
 STRUCTURE_FIELDS: Final = ("response_format", STRUCTURED, *GUIDED, "guided_whitespace_pattern")
 
 
-def _whole(value: Any) -> Any:
-    """Return a whole number that is written with a fraction, as some JSON libraries write all numbers."""
+def whole(value: Any) -> Any:
+    """Return a whole number that is written with a fraction, as some JSON libraries write all numbers, as one."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
+Whole = Annotated[int, BeforeValidator(whole)]
 Count = Annotated[Whole, Field(ge=0)]
 
 
@@ -169,8 +172,8 @@ class SamplingFields(BaseModel):
 class SamplingBody(SamplingFields):
     """Fields that requests for completions share, of texts and of chats."""
 
-    foreign: ClassVar[Mapping[str, str]] = {}
-    """Fields of other APIs, and what this one has instead."""
+    foreign: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Fields of other APIs, and what this one has instead: as in ``check_foreign``."""
 
     model: str | None = None
     n: Whole | None = None
@@ -209,7 +212,8 @@ class SamplingBody(SamplingFields):
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
-        check_extra(self.model_extra, foreign=self.foreign)
+        check_foreign(self, self.foreign)
+        check_extra(self.model_extra)
         values = {STRUCTURED: self.structure(), **defaults, **self.given(), **more}
         if self.logprob_token_ids is not None and values.get("logprobs") is None:
             raise RequestError("logprob_token_ids needs logprobs, which is not set", param="logprob_token_ids")
@@ -236,7 +240,11 @@ class SamplingBody(SamplingFields):
 class CompletionBody(SamplingBody):
     """Body of ``/v1/completions``."""
 
-    foreign = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "stop_sequences": "stop"}
+    foreign = {
+        "max_completion_tokens": ["max_tokens"],
+        "max_output_tokens": ["max_tokens"],
+        "stop_sequences": ["stop"],
+    }
 
     prompt: Prompts
     max_tokens: Whole | None = 16
@@ -250,10 +258,10 @@ class ChatBody(SamplingBody):
     """Body of ``/v1/chat/completions``."""
 
     foreign = {
-        "instructions": "a message of the role system",
-        "max_output_tokens": "max_completion_tokens",
-        "stop_sequences": "stop",
-        "system": "a message of the role system",
+        "instructions": ["a message of the role system"],
+        "max_output_tokens": ["max_completion_tokens", "max_tokens"],
+        "stop_sequences": ["stop"],
+        "system": ["a message of the role system"],
     }
 
     messages: Annotated[Objects, Field(min_length=1)]
@@ -316,26 +324,48 @@ def check_extra(
     fields: Mapping[str, Any] | None,
     not_served: Mapping[str, tuple[Any, ...]] = NOT_SERVED,
     without_effect: Collection[str] = WITHOUT_EFFECT,
-    foreign: Mapping[str, str] | None = None,
 ) -> None:
-    """Reject unsupported fields that would change the answer, and fields of other APIs; log unknown ones.
+    """Reject unsupported fields that would change the answer; log unknown ones.
 
     Args:
         not_served: unsupported fields, and the values (besides null) that do not change the answer.
         without_effect: fields that are accepted and have no effect.
-        foreign: fields of other APIs, and what this one has instead.
 
     Raises:
         RequestError: such a field is set.
     """
     for name, value in (fields or {}).items():
-        if foreign is not None and name in foreign and value is not None:
-            raise RequestError(f"this API has no {name}; send {foreign[name]}", param=name)
         if name in not_served and value is not None and value not in not_served[name]:
             instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
             raise RequestError(f"{name} is not supported, got {value!r:.100}{instead}", param=name)
         if name not in not_served and name not in without_effect:
             warn_once("request field %s is unknown and ignored", name)
+
+
+def check_foreign(body: BaseModel, foreign: Mapping[str, Sequence[str]]) -> None:
+    """Reject fields of other APIs, unless they are empty or the body sets this API's own as well.
+
+    Clients that use several APIs send a field under all of its names; this API's own counts.
+
+    Args:
+        foreign: fields of other APIs, and the paths of what this one has instead, or what to send in words.
+
+    Raises:
+        RequestError: such a field is set.
+    """
+    for name, instead in foreign.items():
+        value = (body.model_extra or {}).get(name)
+        if value not in EMPTY and not any(_has(body, path) for path in instead):
+            raise RequestError(f"this API has no {name}; send {' or '.join(instead)}", param=name)
+
+
+def _has(body: BaseModel, path: str) -> bool:
+    """Return whether a body sets a field: ``text.format`` is ``format`` in the object ``text``."""
+    name, *inside = path.split(".")
+    value = getattr(body, name) if name in body.model_fields_set else None
+    for each in inside:
+        value = value.get(each) if isinstance(value, Mapping) else None
+    return value is not None
 
 
 def truncation_of(limit: int | None, side: str | None, max_model_len: int) -> Truncation | None:

@@ -23,6 +23,7 @@ from strandline.server.requests.request_bodies import (
     Strings,
     Whole,
     check_extra,
+    check_foreign,
     check_unicode,
     effort_options,
     sent_as,
@@ -48,16 +49,16 @@ NOT_SERVED: Final[Mapping[str, str]] = {
     "prompt": "no prompts are stored; send the prompt as instructions and input",
 }
 """Fields that are not served, and why or what to send instead."""
-FOREIGN: Final[Mapping[str, str]] = {
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-    "stop_sequences": "stop",
-    "system": "instructions",
+FOREIGN: Final[Mapping[str, Sequence[str]]] = {
+    "max_completion_tokens": ["max_output_tokens"],
+    "max_tokens": ["max_output_tokens"],
+    "messages": ["input"],
+    "reasoning_effort": ["reasoning.effort"],
+    "response_format": ["text.format"],
+    "stop_sequences": ["stop"],
+    "system": ["instructions"],
 }
-"""Fields of other APIs, and what this one has instead."""
+"""Fields of other APIs, and what this one has instead: as in ``check_foreign``."""
 TEXT_FORMAT: Final = "text.format"
 EFFORT: Final = "reasoning.effort"
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -114,7 +115,8 @@ class ResponsesBody(SamplingFields):
         Raises:
             RequestError: a value is out of range, or the body asks for what is not supported.
         """
-        check_extra(self.model_extra, foreign=FOREIGN)
+        check_foreign(self, FOREIGN)
+        check_extra(self.model_extra)
         for name, why in NOT_SERVED.items():
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported: {why}", param=name)
