@@ -23,6 +23,8 @@ from strandline.server.engines.tenants import RateLimitError
 from strandline.server.http.body_faults import fault_of
 
 MAX_MESSAGE: Final = 1000
+MAX_PARTS: Final = 8
+"""At most this many last parts of an unknown path are looked at."""
 RETRY_AFTER_S: Final = 1
 RATE_LIMITED: Final = "rate_limit_exceeded"
 TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 429: "rate_limit_error"}
@@ -181,10 +183,11 @@ def _no_path(app: FastAPI, path: str) -> str:
     """Return why there is no such path, or which one a client with another base URL means."""
     if (flag := app.state.flags_of_paths.get(path)) is not None:
         return f"{path} is served only with {flag}"
-    known = {route.path for route in app.routes if isinstance(route, Route)}
-    ends = [each for each in known if len(each) > 1 and path.endswith(each)]
-    meant = max(ends, key=len, default=f"/v1{path}")
-    if meant not in known:
+    known = {route.path for route in app.routes if isinstance(route, Route)} - {"/"}
+    parts = path.split("/")[-MAX_PARTS:]
+    ends = ("/" + "/".join(parts[first:]) for first in range(len(parts)))
+    meant = next((each for end in ends for each in (end, f"/v1{end}") if each in known), None)
+    if meant is None:
         return f"there is no path {path[:200]}; GET /openapi.json describes all paths"
     return f"there is no path {path[:200]}; did you mean {meant}? Check the client's base URL"
 
