@@ -57,8 +57,8 @@ def structure_of_format(value: Any, name: str) -> StructuredOutputsParams | None
     match value.get("type") if isinstance(value, Mapping) else value:
         case "text":
             return None
-        case "json_object" if isinstance(value, Mapping) and value.get("schema") is not None:
-            # As in the APIs of llama.cpp, Together and Fireworks.
+        case "json_object" if isinstance(value, Mapping) and value.get("schema") not in (None, {}):
+            # As in the APIs of llama.cpp, Together and Fireworks. An empty schema allows more than objects.
             if not isinstance(value["schema"], Mapping):
                 raise RequestError(f"{name}.schema must be an object, got {value['schema']!r:.100}", param=name)
             return StructuredOutputsParams(json=dict(value["schema"]), origin=name)
