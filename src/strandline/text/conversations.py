@@ -53,7 +53,8 @@ from strandline.text.tool_formats import ToolFormat, find_tool_format, tool_form
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that any template may get; other roles must be named in it, as ``ipython`` is in some."""
-FUNCTION_KEYS: Final = ("name", "description", "parameters")
+TOOL_KEYS: Final = ("type", "function", "name", "description", "parameters")
+"""Keys of tools and of their functions, in the order that models are trained on."""
 MIN_TOOLS_TOKENS: Final = 64
 """Fewer tokens before the system prompt are the opening of its turn, not tools."""
 PROBE_TOOL: Final[Mapping[str, Any]] = {
@@ -415,17 +416,20 @@ class ChatRenderer:
 
 
 def _declared(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as the template gets it: without its mark, its keys in the order that models are trained on.
+    """Return a tool as the template gets it: without its mark, its keys in one order.
 
     Clients write keys in different orders, some in another one each time they start. The prompt depends on none, so
-    that it hits the same prefixes.
+    that it hits the same prefixes. Keys that models are not trained on follow in alphabetical order.
     """
     plain = {name: value for name, value in tool.items() if name != MARK}
     function = plain.get("function")
-    if not isinstance(function, Mapping):
-        return plain
-    ordered = {name: function[name] for name in FUNCTION_KEYS if name in function} | dict(function)
-    return {"type": "function", "function": ordered} | {**plain, "function": ordered}
+    if isinstance(function, Mapping):
+        plain = {"type": "function", **plain, "function": _ordered(function)}
+    return _ordered(plain)
+
+
+def _ordered(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields[name] for name in TOOL_KEYS if name in fields} | dict(sorted(fields.items()))
 
 
 def _similar(messages: Messages, *, with_answer: bool) -> list[list[Mapping[str, Any]]]:

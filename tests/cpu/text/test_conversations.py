@@ -122,9 +122,17 @@ def test_variables_named_like_the_renderers_arguments_are_refused() -> None:
 @pytest.mark.parametrize(
     "tool",
     [
-        {"function": {"parameters": {"type": "object"}, "name": "f", "strict": True, "description": "d"}},
+        {"function": {"parameters": {"type": "object"}, "name": "f", "strict": True, "return": {}, "description": "d"}},
         {
-            "function": {"strict": True, "description": "d", "parameters": {"type": "object"}, "name": "f"},
+            "z": 1,
+            "function": {
+                "return": {},
+                "strict": True,
+                "description": "d",
+                "parameters": {"type": "object"},
+                "name": "f",
+            },
+            "y": 2,
             "type": "function",
         },
         {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
@@ -134,4 +142,6 @@ def test_order_of_tool_keys_does_not_change_prompt(tool: dict[str, Any]) -> None
     chat = ChatRenderer(byte_tokenizer(), "{{ (tools or []) | tojson }}{{ messages[0].content }}")
     shown = chat.render([USER], tools=[tool]).text
     expected = '[{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}'
-    assert shown.startswith(expected)
+    more = ', "return": {}, "strict": true' if "strict" in tool["function"] else ""
+    others = ', "y": 2, "z": 1' if "z" in tool else ""
+    assert shown == f"{expected}{more}}}{others}}}]x"
