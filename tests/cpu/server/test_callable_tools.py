@@ -128,7 +128,8 @@ def test_function_without_parameters_gets_no_arguments(parser: str, parameters: 
 
 
 def test_function_of_any_object_may_get_arguments() -> None:
-    for parameters in ({"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": True}):
+    listed: dict[str, Any] = {"type": "object", "properties": {}}
+    for parameters in ({"type": "object"}, {**listed, "additionalProperties": True}, {**listed, "required": ["zone"]}):
         assert admits(bound("hermes", [tool("f", parameters)]), hermes("f", {"zone": "x"}))
 
 

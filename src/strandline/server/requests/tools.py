@@ -106,9 +106,8 @@ def toolbox(
 
 def _closed_if_empty(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of a function's parameters; one that lists none has none, as in OpenAI's API."""
-    if schema and (
-        schema.get("properties") != {} or not schema.keys() <= {"type", "properties", "required"} | ANNOTATIONS
-    ):
+    is_open = schema.get("properties") != {} or not schema.keys() <= {"type", "properties", "required"} | ANNOTATIONS
+    if schema and (is_open or schema.get("required")):
         return schema
     return {"type": "object", "properties": {}, "additionalProperties": False}
 
