@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from strandline.errors import ConfigError
 from strandline.file_tiers import DISK, OBJECTS, FileTier, read_bucket_url
-from strandline.foreign_flags import FOREIGN_FLAGS
+from strandline.foreign_flags import FOREIGN_FLAGS, OPTIONS_OF_SERVERS
 from strandline.ids import BLOCK_TOKENS
 from strandline.json_options import read_json_option
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
@@ -424,7 +424,7 @@ def reject_unknown(options: Mapping[str, Any], known: list[str]) -> None:
     """Raise a ConfigError for the first unknown option, naming what to do instead, or the nearest known one."""
     for name in options:
         if name not in known:
-            reason = FOREIGN_FLAGS.get(flag(name))
+            reason = FOREIGN_FLAGS.get(flag(name), OPTIONS_OF_SERVERS.get(name))
             nearest = get_close_matches(name, known, n=1)
             hint = f": {reason}" if reason is not None else f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ConfigError(f"unknown option {name!r}{hint}")

@@ -35,7 +35,7 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--kv-cache-memory-bytes": "use --memory, the size for keys, values and states together",
     "--max-cpu-loras": "not needed: all adapters that are loaded are in host memory",
     "--compilation-config": "not needed: use --enforce-eager to disable CUDA graphs",
-    "--generation-config": "the defaults of sampling are the model's: see --override-generation-config",
+    "--generation-config": "the defaults of sampling are the model's; servers take --override-generation-config",
     "--runner": "not needed: one server generates, scores and embeds",
     "--task": "not needed: one server generates, scores and embeds",
     "--tokenizer-mode": _DETECTED,
@@ -101,3 +101,10 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--enable-trace": "use --otlp-traces-endpoint",
     "--log-requests": "use --enable-log-requests, which logs no prompts",
 }
+
+OPTIONS_OF_SERVERS: Final[Mapping[str, str]] = {
+    "chat_template": "it is a server's; LLM.chat takes a chat_template",
+    "default_chat_template_kwargs": "it is a server's; LLM.chat takes chat_template_kwargs",
+    "override_generation_config": "it is a server's; LLM.generate and LLM.chat take sampling_params",
+}
+"""Options that vLLM's ``LLM`` has and ours does not, since its methods take the same, and what to do instead."""

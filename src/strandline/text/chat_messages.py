@@ -207,7 +207,7 @@ def _joined_parts(content: Sequence[Any], *, is_newest: bool) -> tuple[str, list
         if text is None and not is_newest:
             text = _note(part)
         if text is None:
-            unread = "" if (medium := _medium(part)) is None else f"this model does not read {medium} parts; "
+            unread = "" if _medium(part) is None else f"this model does not read {part['type']:.60} parts; "
             raise RequestError(
                 f"{unread}a message's content parts must be {{'type': 'text', 'text': …}}, got {part!r:.200}",
                 param="messages",

@@ -298,6 +298,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_modellen": 5}, "unknown option 'max_modellen'; did you mean 'max_model_len'"),
     ({"trust_remote_code": True}, "unknown option 'trust_remote_code': code from a model's repository is never run"),
     ({"swap_space": 4}, "unknown option 'swap_space': give --host-memory for evicted entries"),
+    ({"override_generation_config": {}}, "it is a server's; LLM.generate and LLM.chat take sampling_params"),
     ({"dtype": "float8"}, "--dtype must be one of auto, float32, bfloat16, float16; got 'float8'"),
     ({"dtype": ["float32"]}, "--dtype must be one of auto, float32, bfloat16, float16; got ['float32']"),
     ({"max_model_len": 0}, "--max-model-len must be a whole number of at least 2, got 0"),

@@ -183,7 +183,7 @@ def test_images_of_results_and_earlier_turns_are_notes() -> None:
     result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "x"}, image]}
     assert "x\n[image left out: this model reads text only]" in rendered(STRICT, *of("uc"), result)
     question = {"role": "user", "content": [{"type": "text", "text": "y"}, image]}
-    with pytest.raises(RequestError, match=r"messages\[0\]: this model does not read image parts; a message's"):
+    with pytest.raises(RequestError, match=r"messages\[0\]: this model does not read image_url parts; a message's"):
         rendered(STRICT, question)
     assert "y\n[image left out: this model reads text only]" in rendered(STRICT, question, *of("au"))
     assert "[image left out" in rendered(STRICT, question, *of("u"))
