@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from strandline import LLM
-from strandline.device.steps.graphs import CapturedStep, StepGraphs
+from strandline.device.steps.graphs import CapturedStep
 from tests.cpu.engine.test_lora import PROMPTS, MakeLLM, Models, answers, make, models
 from tests.cpu.engine.tiny import greedy_tokens
 
@@ -18,13 +19,13 @@ SPECULATION = {"method": "ngram", "num_speculative_tokens": 3}
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collect the slots of adapters that replayed steps have room for."""
     found: list[int] = []
-    replay = StepGraphs.replay
+    replay = CapturedStep.replay
 
-    def noting(graphs: StepGraphs, step: CapturedStep, *rest: Any) -> None:
+    def noting(step: CapturedStep, *arguments: Any) -> Tensor:
         found.append(step.padded.size.num_adapters)
-        replay(graphs, step, *rest)
+        return replay(step, *arguments)
 
-    monkeypatch.setattr(StepGraphs, "replay", noting)
+    monkeypatch.setattr(CapturedStep, "replay", noting)
     return found
 
 

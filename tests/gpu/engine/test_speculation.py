@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from strandline import LLM, SamplingParams
 from strandline.bench.evaluate import make_suite
 from strandline.device.runner import Runner
-from strandline.device.steps.graphs import CapturedStep, StepGraphs
+from strandline.device.steps.graphs import CapturedStep
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.engine.drafting.draft_depth import DraftDepth
 from strandline.records.plan import StepPlan, StepResult
@@ -48,13 +49,13 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def note_replays(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that takes whether each replayed graph is of a step with drafts."""
     replayed: list[bool] = []
-    replay = StepGraphs.replay
+    replay = CapturedStep.replay
 
-    def counting(graphs: StepGraphs, step: CapturedStep, *rest: Any) -> None:
+    def counting(step: CapturedStep, *arguments: Any) -> Tensor:
         replayed.append(step.padded.size.has_drafts)
-        replay(graphs, step, *rest)
+        return replay(step, *arguments)
 
-    monkeypatch.setattr(StepGraphs, "replay", counting)
+    monkeypatch.setattr(CapturedStep, "replay", counting)
     return replayed
 
 
