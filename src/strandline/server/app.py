@@ -52,6 +52,8 @@ from strandline.version import VERSION
 
 STREAMED: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/event-stream": {}}}}
 """OpenAPI documentation of responses that may be streamed."""
+ADMIN_FLAGS: Final = "--enable-admin-endpoints, or with --api-key and without --salt-per-key"
+"""What adds the administrative endpoints."""
 
 
 def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
@@ -123,7 +125,7 @@ def _flags_of_paths(service: Service, options: AppOptions) -> dict[str, str]:
     if not options.has_admin:
         admin = FastAPI(openapi_url=None)
         add_admin(admin, service.client, options.num_ranks)
-        flags |= {route.path: "--enable-admin-endpoints" for route in admin.routes if isinstance(route, APIRoute)}
+        flags |= {route.path: ADMIN_FLAGS for route in admin.routes if isinstance(route, APIRoute)}
     if service.adapters.directory is None:
         flags |= dict.fromkeys(ADAPTER_PATHS, "--enable-lora and --allow-runtime-lora")
     return flags

@@ -299,6 +299,7 @@ def test_without_the_flag_there_are_none(server: ServerProcess) -> None:
     for path in ("/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up"):
         answer = server.post(path)
         assert answer.status_code == 404
-        assert answer.json()["error"]["message"] == f"{path} is served only with --enable-admin-endpoints"
+        advice = "--enable-admin-endpoints, or with --api-key and without --salt-per-key"
+        assert answer.json()["error"]["message"] == f"{path} is served only with {advice}"
     message = server.post("/v1/load_lora_adapter").json()["error"]["message"]
     assert message == "/v1/load_lora_adapter is served only with --enable-lora and --allow-runtime-lora"

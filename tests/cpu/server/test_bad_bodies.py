@@ -10,6 +10,7 @@ import pytest
 
 from strandline.errors import RequestError
 from strandline.records.events import Limits
+from strandline.server.messages.api import MessagesBody
 from strandline.server.requests.request_bodies import CompletionBody
 from strandline.server.requests.service import LONG_CHARACTERS, Service
 from strandline.text.frontend import Frontend
@@ -182,6 +183,12 @@ def test_default_of_own_field_does_not_replace_a_foreign_one() -> None:
     body = CompletionBody.model_validate({"prompt": "x", "max_completion_tokens": 5})
     with pytest.raises(RequestError, match="this API has no max_completion_tokens; send max_tokens"):
         body.sampling_params({})
+
+
+def test_budget_of_reasoning_may_be_written_with_a_fraction() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024.0}
+    body = MessagesBody.model_validate({**MESSAGE[1], "thinking": thinking})
+    assert type(body.sampling_params({}, has_budgets=True).thinking_token_budget) is int
 
 
 JSON = {"Content-Type": "application/json"}
