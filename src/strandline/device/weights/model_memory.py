@@ -21,8 +21,8 @@ from strandline.kernels.gemm.weights import HalfWeight, Weight
 def tensors_of(model: nn.Module) -> list[Tensor]:
     """Return one tensor for each piece of memory that a model's weights take."""
     found = dict[int, Tensor]()
-    weights = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Weight)]
-    for tensor in (*model.parameters(), *_tensors_in(weights)):
+    weights = _weights_in([vars(module) for module in model.modules()])
+    for tensor in (*model.parameters(), *_tensors_in([*weights])):
         if tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
             found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
     return list(found.values())
@@ -31,7 +31,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 def can_copy(model: nn.Module) -> bool:
     """Return whether all weights are in layouts whose memory can be filled again; those of some libraries are not."""
     modules = list(model.modules())
-    has_opaque = any(isinstance(value, HalfWeight) for module in modules for value in vars(module).values())
+    has_opaque = any(isinstance(weight, HalfWeight) for weight in _weights_in([vars(module) for module in modules]))
     tensors = (tensor for module in modules for tensor in _tensors_in(vars(module)))
     return not has_opaque and all(tensor.layout is torch.strided for tensor in tensors)
 
@@ -90,6 +90,15 @@ class TensorMemory:
             else:
                 _bytes_of(tensor).copy_(copy)
         self._kept = []
+
+
+def _weights_in(value: Any) -> Iterator[Weight]:
+    """Yield the weights in a value and in the collections in it."""
+    if isinstance(value, Weight):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _weights_in(each)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
