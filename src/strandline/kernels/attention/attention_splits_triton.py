@@ -44,7 +44,8 @@ def store_rows(
 ):
     """Write rows of ``out_THD``; or, of one split, normalised results and the log2 of their sums."""
     channel_D = tl.arange(0, BLOCK_D)
-    has_seen_M = sum_M > 0.0
+    # The sum of a row that has seen NaN is NaN: its result is, too.
+    has_seen_M = sum_M != 0.0
     divisor_M = tl.where(has_seen_M, sum_M, 1.0)
     result_MD = acc_MD / divisor_M[:, None] * v_scale
     if IS_SPLIT:
@@ -79,7 +80,7 @@ def _add_splits(
     partial_ptr_SD = partial_ptr + (split_S * HEAD_DIM)[:, None] + channel_D[None, :]
     is_read_SD = (split_S < num_splits)[:, None] & (channel_D < HEAD_DIM)[None, :]
     partial_SD = tl.load(partial_ptr_SD, mask=is_read_SD, other=0.0)
-    partial_SD = tl.where((lse_S > float("-inf"))[:, None], partial_SD, 0.0)
+    partial_SD = tl.where((lse_S != float("-inf"))[:, None], partial_SD, 0.0)
     new_max = tl.maximum(max_lse, tl.max(lse_S, axis=0))
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     weight_S = tl.exp2(lse_S - finite_max)
@@ -130,7 +131,8 @@ def _combine_kernel(
     for first in range(BLOCK_S, num_splits, BLOCK_S):
         lse_S = next_lse_S
         next_lse_S = _sums_of(lse_ptr, first + BLOCK_S + split_S, num_splits)
-        if tl.max(lse_S, axis=0) > no_splits:
+        # A maximum leaves out NaN.
+        if tl.max((lse_S != no_splits).to(tl.int32), axis=0) > 0:
             out_D, total, max_lse = _add_splits(
                 out_D, total, max_lse, lse_S, partial_ptr, first + split_S, num_splits, channel_D, HEAD_DIM
             )

@@ -181,6 +181,18 @@ def test_drafts_that_have_enough_bytes_under_way_are_not_split(
     assert num_decode_splits(*found.call_args.args) == splits
 
 
+@pytest.mark.parametrize("num_splits", [1, 3, 40])
+def test_nan_keys_give_nan_however_contexts_are_split(monkeypatch: pytest.MonkeyPatch, num_splits: int) -> None:
+    for name in ("num_decode_splits", "num_prefill_splits"):
+        monkeypatch.setattr(attention_splits, name, lambda *_: num_splits)
+    case = make_case([(2499, 2500), (1999, 2001)], 1, heads=(1, 2, 8))
+    for sequence, key in enumerate((2490, 1500)):
+        block = case.batch.block_table_NM[sequence, key // 64]
+        case.memory.k_BPGD[block, key % 64] = torch.nan
+    rows = (case.q_THD, case.memory, case.batch, case.num_decodes)
+    assert attention_triton.paged_attention(*rows, scale=0.3).isnan().all()
+
+
 @pytest.mark.parametrize("num_splits", [1, 32, 33, 70, 130])
 def test_splits_without_keys_are_not_read(num_splits: int) -> None:
     partial_RSD, lse_RS = torch.randn(6, num_splits, 24), torch.randn(6, num_splits)
