@@ -8,6 +8,7 @@ address is noted: what a launch stores, and what it loads before it waits.
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strandline.device.uni_executor import choose_kernels
 from strandline.kernels import binding, overlap_triton
 from strandline.kernels.experts import few_triton
+from strandline.kernels.gemm.formats import fp8
 from strandline.kernels.gemm.gemms_triton import linear
 from strandline.kernels.gemm.low_rank import LowRankTerm
-from strandline.kernels.gemm.weights import DenseWeight
+from strandline.kernels.gemm.weights import DenseWeight, StackedWeight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.norm_triton import rms_norm
 from strandline.models.weights import load_model
 from tests.cpu.kernels.experts.test_projected_mixture import Layer
 from tests.cpu.kernels.gemm import formats
 from tests.cpu.kernels.gemm.formats import of_every_format
+from tests.cpu.kernels.gemm.test_gemms_triton import PRELOADED, preloading
 from tests.cpu.kernels.gemm.test_low_rank import Case, build, random_slots, tiles
 from tests.cpu.kernels.test_triton_models import NO_LAUNCHES, save_in
 from tests.cpu.models.driver import Driver, Part, Running
@@ -204,6 +207,23 @@ def test_products_with_adapters_read_nothing_too_early(
         for weight in weights:
             x_TI = linear(x_TI, weight, None, term)
     assert ("_tiles_kernel" if num_rows > 4 else "_gemv_kernel") in watch.names
+    assert watch.faults == set()
+
+
+def test_preloaded_products_read_only_weights_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8.FP8, "launches", preloading(PRELOADED._replace(min_numbers=1)))
+    # The interpreter runs no assembly; this one copies registers.
+    builder = pytest.importorskip("triton.runtime.interpreter").InterpreterBuilder
+    monkeypatch.setattr(builder, "create_inline_asm", lambda *args: SimpleNamespace(get_result=args[3].__getitem__))
+    dense = DenseWeight(torch.randn(20, 512).bfloat16())
+    weights = formats.scaled_weight(512, 512), StackedWeight((formats.scaled_weight(512, 512), dense))
+    x_TI, gain_I = torch.randn(3, 512).bfloat16(), torch.ones(512, dtype=torch.bfloat16)
+    watch = Watch(monkeypatch)
+    with watch:
+        x_TI = rms_norm(x_TI, gain_I, 1e-6)
+        for weight in weights:
+            x_TI = linear(x_TI, weight)
+    assert watch.names.count("_preloaded_kernel") == 2
     assert watch.faults == set()
 
 
