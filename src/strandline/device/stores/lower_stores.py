@@ -162,7 +162,7 @@ def open_object_files(url: str, layout: dict[str, str], spec: ModelSpec, snapsho
 
 
 def _require_host_memory(config: EngineConfig, spec: ModelSpec, num_bytes: int, num_ranks: int) -> None:
-    """Check that the machine has the host memory of all ranks and engines, or that of their buffers before a disk.
+    """Check that the machine has the host memory of all ranks and engines, or that of their buffers before files.
 
     Raises:
         ConfigError: it does not.
