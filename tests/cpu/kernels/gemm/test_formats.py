@@ -49,7 +49,7 @@ def test_codes_are_packed_without_loss(format: CodedFormat, shape: tuple[int, ..
 
 
 def test_scales_of_nvfp4_are_stored_without_loss() -> None:
-    scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None].expand(-1, 17)
+    scales = torch.tensor([*range(0x7F), 0x80], dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None].expand(-1, 17)
     codes = torch.randint(0, 16, (len(scales), 16 * 17 - 3), dtype=torch.uint8)
     words, stored = fp4.store(codes, scales)
     assert (stored.dtype, stored.shape) == (torch.int64, (len(scales), 3))

@@ -351,6 +351,15 @@ def test_few_rows_preload_large_weights(num_rows: int, num_inputs: int, dtype: t
     assert choose_adapted(x, weight).kernel in (Kernel.ROWS, Kernel.TILES)
 
 
+@pytest.mark.parametrize(("num_rows", "block_m", "splits"), [(33, 64, 8), (192, 64, 5), (193, 128, 1), (4096, 128, 1)])
+def test_narrow_tiles_of_many_rows_are_larger_and_whole(num_rows: int, block_m: int, splits: int) -> None:
+    x = torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta")
+    weight = scaled_weight(1024, 4096, rows_per_scale=1, device="meta")
+    plan = choose(x, weight, Launches.MEASURED)
+    assert plan.kernel is Kernel.TILES
+    assert (plan.launch.block_m, plan.launch.splits) == (block_m, splits)
+
+
 @pytest.mark.parametrize("launch", [SKINNY, SKINNY._replace(splits=3)], ids=["whole", "split"])
 @pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(1, 40, 1), (3, 130, 33), (16, 96, 5)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
