@@ -114,7 +114,7 @@ class StorageChoice:
 def choose_storage(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> StorageChoice:
-    """Decide whether quantised weights stay so: on Hopper GPUs and later ones, if the user has not said otherwise.
+    """Decide whether quantised weights stay so: on GPUs that multiply all of them, if the user has not said otherwise.
 
     Args:
         dtype: of activations, and of weights that are dequantised.

@@ -202,10 +202,12 @@ def test_splits_without_keys_are_not_read(num_splits: int) -> None:
     lse_RS[4, 1::2] = -torch.inf
     weight_RS1 = (lse_RS * log(2)).softmax(-1).nan_to_num().unsqueeze(-1)
     expected_THD = (partial_RSD * weight_RS1).sum(1).view(3, 2, 24)
+    lse_RS[5, 1:] = -torch.inf
+    lse_RS[5, -1] = expected_THD[2, 1] = torch.nan
     partial_RSD[lse_RS == -torch.inf] = torch.nan
     out_THD = torch.full((4, 2, 24), torch.nan)
     attention_splits_triton.combine(partial_RSD, lse_RS, out_THD, 1, 3, num_splits)
-    torch.testing.assert_close(out_THD[1:], expected_THD)
+    torch.testing.assert_close(out_THD[1:], expected_THD, equal_nan=True)
     assert out_THD[0].isnan().all()
 
 
