@@ -86,23 +86,23 @@ def _top_key_kernel(
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    place_V = tl.arange(0, CHUNK)
-    token_V = tl.program_id(1) * CHUNK + place_V
+    index_V = tl.arange(0, CHUNK)
+    token_V = tl.program_id(1) * CHUNK + index_V
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     logit_V = tl.load(logits_ptr + row * stride_n + token_V, mask=token_V < V, other=float("-inf")).to(tl.float32)
     # A NaN of either sign is the largest, so that the row is seen to have no finite maximum.
     bits_V = _ordered_bits(tl.where(logit_V != logit_V, float("inf"), logit_V))
     if logits_ptr.dtype.element_ty == tl.bfloat16:
-        # Half of the bits say all: the others are the place, counted from the last one, for one reduction in 32 bits.
+        # Half of the bits say all: the others are the index, counted from the last one, for one reduction in 32 bits.
         tl.static_assert(CHUNK <= 65536)
-        best = tl.max((bits_V & -65536) | (CHUNK - 1 - place_V), axis=0)
-        place = CHUNK - 1 - (best & 0xFFFF)
+        best = tl.max((bits_V & -65536) | (CHUNK - 1 - index_V), axis=0)
+        index = CHUNK - 1 - (best & 0xFFFF)
         top = tl.where(best < 0, best | 0xFFFF, best & -65536)
     else:
         top = tl.max(bits_V, axis=0)
-        place = tl.min(tl.where(bits_V == top, place_V, CHUNK), axis=0)
-    key = _key_of_bits(top, first + tl.program_id(1) * CHUNK + place, INDEX_BITS)
+        index = tl.min(tl.where(bits_V == top, index_V, CHUNK), axis=0)
+    key = _key_of_bits(top, first + tl.program_id(1) * CHUNK + index, INDEX_BITS)
     tl.store(keys_ptr + row * S + tl.program_id(1), key)
 
 
