@@ -179,14 +179,14 @@ class Layers:
         count, device = len(slot_N), slot_N.device
         sequence_N1, row_D = torch.arange(count, device=device)[:, None], torch.arange(num_drafts, device=device)
         first_N1, step_row_N1 = sequence_N1 * (2 * num_drafts + 1), sequence_N1 * (1 + num_drafts)
-        place_ND = (1 + sequence_N1) * num_drafts + row_D
-        # Rows of the step among all, logged rows and their places in the log; then rows and places of new drafts.
+        entry_ND = (1 + sequence_N1) * num_drafts + row_D
+        # Rows of the step among all, logged rows and their entries in the log; then rows and entries of new drafts.
         tables = (
             first_N1 + num_drafts + torch.arange(1 + num_drafts, device=device),
             first_N1 + row_D,
-            place_ND,
+            entry_ND,
             step_row_N1 + 1 + row_D,
-            place_ND,
+            entry_ND,
         )
         num_rows = count * (2 * num_drafts + 1)
         flat = [table.flatten() for table in tables]

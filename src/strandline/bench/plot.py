@@ -122,9 +122,9 @@ def _frame(panel: Panel) -> Iterator[str]:
 
 def _lines(panel: Panel, colours: Mapping[str, str]) -> Iterator[str]:
     for policy, points in panel.lines.items():
-        places = [(panel.x(gib), panel.y(value)) for gib, value in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        points_on_page = [(panel.x(gib), panel.y(value)) for gib, value in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points_on_page)
         yield f'<polyline points="{path}" fill="none" stroke="{colours[policy]}" stroke-width="2"/>'
-        for (x, y), (gib, value) in zip(places, points, strict=True):
+        for (x, y), (gib, value) in zip(points_on_page, points, strict=True):
             caption = f"{escape(policy)}, {gib:.4g} GiB: {value:,.1f}"
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colours[policy]}"><title>{caption}</title></circle>'

@@ -111,24 +111,24 @@ class ReplayBatch:
     num_rows: int
     """Logged tokens and the step's own together."""
     step_rows_T: Tensor
-    """int64 places of the step's rows among all."""
+    """int64 indices of the step's rows among all."""
     logged_rows_Q: Tensor
-    """int64 places of the logged tokens among all."""
-    logged_places_Q: Tensor
-    """int64 rows of the layers' logs that hold their inputs."""
+    """int64 indices of the logged tokens among all."""
+    logged_entries_Q: Tensor
+    """int64 entries of the layers' logs that hold their inputs."""
     draft_rows_K: Tensor
     """int64 rows of the step that are drafts."""
-    draft_places_K: Tensor
-    """int64 rows of the layers' logs that take the drafts' inputs."""
+    draft_entries_K: Tensor
+    """int64 entries of the layers' logs that take the drafts' inputs."""
     insert_logged: Callable[..., tuple[Tensor, ...]] = field(kw_only=True)
     """The bound operation of that name."""
     is_padded: bool = field(default=False, kw_only=True)
     """Whether the last row belongs to no token: padding rows of the step are copied there, and get zeros."""
     source_R: Tensor | None = field(default=None, kw_only=True)
-    """int64 row of the step that each row is, or ``-1 - place`` of a logged one; None: follows from the tables above.
-    Rows in no chunk may have any value here and in ``place_R``."""
-    place_R: Tensor | None = field(default=None, kw_only=True)
-    """int64 row of the layers' logs that takes each row's inputs; -1: none does."""
+    """int64 row of the step that each row is, or ``-1 - entry`` of a logged one; None: follows from the tables above.
+    Rows in no chunk may have any value here and in ``entry_R``."""
+    entry_R: Tensor | None = field(default=None, kw_only=True)
+    """int64 entry of the layers' logs that takes each row's inputs; -1: none does."""
     derived: dict[Hashable, Any] = field(default_factory=dict, kw_only=True)
     """Values derived from the tables above, computed by one layer and reused by others."""
 

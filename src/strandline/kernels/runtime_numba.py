@@ -185,7 +185,7 @@ def kernel(fields: str) -> Callable[[Callable[[Any], None]], Kernel]:
 
 
 class FlatLocator(UserProvidedCacheLocator):
-    """Place of a compiled kernel: the folder ``numba.config.CACHE_DIR`` itself.
+    """Location of a compiled kernel: the folder ``numba.config.CACHE_DIR`` itself.
 
     By default Numba adds a folder named by the path of the sources, so that each clone of a repository and each
     virtual environment would compile the same kernels anew.

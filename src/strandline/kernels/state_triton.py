@@ -21,17 +21,17 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def load_state(state_ptr, slot, slot_stride, place_X, is_part_X):
-    """Return what a slot has at these places, in float32."""
-    ptrs_X = state_ptr + slot.to(tl.int64) * slot_stride + place_X
+def load_state(state_ptr, slot, slot_stride, offset_X, is_part_X):
+    """Return what a slot has at these offsets, in float32."""
+    ptrs_X = state_ptr + slot.to(tl.int64) * slot_stride + offset_X
     return tl.load(ptrs_X, mask=is_part_X & (slot != 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_state(state_ptr, slot, slot_stride, place_X, is_part_X, state_X):
+def store_state(state_ptr, slot, slot_stride, offset_X, is_part_X, state_X):
     """Write a slot's part, unless it is the null slot."""
     if slot != 0:
-        ptrs_X = state_ptr + slot.to(tl.int64) * slot_stride + place_X
+        ptrs_X = state_ptr + slot.to(tl.int64) * slot_stride + offset_X
         tl.store(ptrs_X, state_X.to(state_ptr.dtype.element_ty), mask=is_part_X)
 
 

@@ -21,7 +21,7 @@ BLOCK_SPANS = 256
 
 
 @triton.jit
-def place_tile(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def locate_tile(program, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the rows and outputs of a program's tile."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -62,7 +62,7 @@ def gemm_dense(
     GROUP: tl.constexpr,
 ):
     """Write a tile of the product of plain rows and a dense weight."""
-    row_M, row_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
+    row_M, row_N = locate_tile(program, M, N, BLOCK_M, BLOCK_N)
     # As many bytes at a time as of a weight in FP8: the shared memory that programs take decides how many run at once.
     BLOCK_K: tl.constexpr = GROUP // 2
     col_K = tl.arange(0, BLOCK_K)

@@ -368,7 +368,7 @@ def _fill_one(
 ) -> None:
     """Copy what is used of a weight, quantised or dequantised."""
     weight.check(target)
-    view = target.place
+    view = target.view
     if view is None:
         return
     is_stored = storage is not None and name in storage.names

@@ -62,24 +62,24 @@ class SpeculationStats:
     num_drafts: int = 0
     """Steps of a sequence that had drafts."""
     num_draft_tokens: int = 0
-    num_accepted_by_place: tuple[int, ...] = ()
+    num_accepted_by_position: tuple[int, ...] = ()
     """How often the first draft of a step, the second, and so on, agreed with what was sampled; empty if there can be
     no drafts."""
 
     @property
     def num_accepted_tokens(self) -> int:
-        return sum(self.num_accepted_by_place)
+        return sum(self.num_accepted_by_position)
 
     @property
     def num_rejected_tokens(self) -> int:
         return self.num_draft_tokens - self.num_accepted_tokens
 
     def __add__(self, other: "SpeculationStats") -> "SpeculationStats":
-        by_place = zip_longest(self.num_accepted_by_place, other.num_accepted_by_place, fillvalue=0)
+        by_position = zip_longest(self.num_accepted_by_position, other.num_accepted_by_position, fillvalue=0)
         return SpeculationStats(
             self.num_drafts + other.num_drafts,
             self.num_draft_tokens + other.num_draft_tokens,
-            tuple(map(sum, by_place)),
+            tuple(map(sum, by_position)),
         )
 
 

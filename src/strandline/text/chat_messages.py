@@ -50,7 +50,7 @@ class MarkedMessage:
     """A message without marks, and the positions in its content that were marked."""
 
     message: dict[str, Any]
-    places: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
 
     @property
     def role(self) -> str:
@@ -64,28 +64,28 @@ class MarkedMessage:
     def with_content(self, before: str = "", after: str = "") -> "MarkedMessage":
         """Return the message with text around its content. A mark at the end stays at the end."""
         length, added = len(self.content), len(before)
-        places = [added + place + (len(after) if place == length else 0) for place in self.places]
-        return MarkedMessage({**self.message, "content": before + self.content + after}, places)
+        marks = [added + mark + (len(after) if mark == length else 0) for mark in self.marks]
+        return MarkedMessage({**self.message, "content": before + self.content + after}, marks)
 
     def joined(self, other: "MarkedMessage", separator: str = "\n\n") -> "MarkedMessage":
         """Return one message with the contents of both; the fields are those of this one."""
         text = self.content + (separator if self.content and other.content else "")
-        places = [*self.places, *(len(text) + place for place in other.places)]
-        return MarkedMessage({**self.message, "content": text + other.content}, places)
+        marks = [*self.marks, *(len(text) + mark for mark in other.marks)]
+        return MarkedMessage({**self.message, "content": text + other.content}, marks)
 
     def without(self, pattern: re.Pattern[str]) -> "MarkedMessage":
         """Return the message without the matches of a pattern in its content."""
         spans = [match.span() for match in pattern.finditer(self.content)]
-        dropped = [sum(max(0, min(end, place) - start) for start, end in spans) for place in self.places]
-        places = [place - count for place, count in zip(self.places, dropped, strict=True)]
-        return MarkedMessage({**self.message, "content": pattern.sub("", self.content)}, places)
+        dropped = [sum(max(0, min(end, mark) - start) for start, end in spans) for mark in self.marks]
+        marks = [mark - count for mark, count in zip(self.marks, dropped, strict=True)]
+        return MarkedMessage({**self.message, "content": pattern.sub("", self.content)}, marks)
 
     def with_sentinels(self) -> dict[str, Any]:
         """Return the message with a sentinel after every mark."""
-        if not self.places:
+        if not self.marks:
             return self.message
-        content, places = self.content, sorted(self.places)
-        pieces = [content[start:end] for start, end in zip([0, *places], [*places, None], strict=True)]
+        content, marks = self.content, sorted(self.marks)
+        pieces = [content[start:end] for start, end in zip([0, *marks], [*marks, None], strict=True)]
         return {**self.message, "content": SENTINEL.join(pieces)}
 
 
@@ -111,7 +111,7 @@ def read_messages(messages: Iterable[Any]) -> list[MarkedMessage]:
 
 def check_count(marked: Sequence[MarkedMessage], tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise a RequestError if there are too many marks."""
-    num_marked = sum(len(entry.places) for entry in marked) + sum(is_marked(tool) for tool in tools)
+    num_marked = sum(len(entry.marks) for entry in marked) + sum(is_marked(tool) for tool in tools)
     if num_marked > MAX_MARKS:
         raise RequestError(f"at most {MAX_MARKS} {MARK} marks may be set, got {num_marked}", param=MARK)
 
@@ -160,9 +160,9 @@ def _read(message: Any, *, is_newest: bool) -> MarkedMessage:
     if message.get("tool_calls"):
         plain["tool_calls"] = _parsed_calls(message["tool_calls"])
     content = message.get("content")
-    places: list[int] = []
+    marks: list[int] = []
     if isinstance(content, list):
-        plain["content"], places = _joined_parts(content, is_newest=is_newest)
+        plain["content"], marks = _joined_parts(content, is_newest=is_newest)
     elif content is None or isinstance(content, str):
         if "content" in message or "tool_calls" in plain:
             plain["content"] = content or ""
@@ -171,9 +171,9 @@ def _read(message: Any, *, is_newest: bool) -> MarkedMessage:
             f"a message's content must be a string or a list of parts, got {content!r:.100}", param="messages"
         )
     end = len(plain.get("content") or "")
-    if is_marked(message) and end not in places:
-        places.append(end)
-    return MarkedMessage(plain, places)
+    if is_marked(message) and end not in marks:
+        marks.append(end)
+    return MarkedMessage(plain, marks)
 
 
 def _of_today(message: Any) -> Any:
@@ -201,7 +201,7 @@ def _joined_parts(content: Sequence[Any], *, is_newest: bool) -> tuple[str, list
         is_newest: as in ``_read``.
     """
     texts: list[str] = []
-    places = []
+    marks = []
     for part in content:
         text = part if isinstance(part, str) else _text_of(part)
         if text is None and not is_newest:
@@ -214,8 +214,8 @@ def _joined_parts(content: Sequence[Any], *, is_newest: bool) -> tuple[str, list
             )
         texts.append(text)
         if isinstance(part, Mapping) and is_marked(part):
-            places.append(sum(map(len, texts)) + len(texts) - 1)
-    return "\n".join(texts), places
+            marks.append(sum(map(len, texts)) + len(texts) - 1)
+    return "\n".join(texts), marks
 
 
 def _text_of(part: Any) -> str | None:

@@ -29,7 +29,7 @@ def read_continued(messages: Sequence[MarkedMessage]) -> tuple[list[MarkedMessag
         content = f"{OPEN}\n{thoughts[0]}"
     elif not content.strip():
         return before, ""
-    return [*before, MarkedMessage({**last.message, "content": content}, last.places)], content
+    return [*before, MarkedMessage({**last.message, "content": content}, last.marks)], content
 
 
 def continued_text(messages: Messages, content: str, render: Render) -> str:

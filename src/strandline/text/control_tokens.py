@@ -133,14 +133,14 @@ class SplitText:
 
     def token_at(self, character: int) -> int | None:
         """Return the token that covers a character of the text, if one does."""
-        place = min(bisect_right(self._cuts, character), len(self._pieces)) - 1
-        index = self._pieces[place].token_at(character)
-        return None if index is None else self._first_tokens[place] + index
+        index = min(bisect_right(self._cuts, character), len(self._pieces)) - 1
+        token = self._pieces[index].token_at(character)
+        return None if token is None else self._first_tokens[index] + token
 
     def start_of(self, token: int) -> int:
         """Return the first character that a token covers."""
-        place = min(bisect_right(self._first_tokens, token), len(self._pieces)) - 1
-        return self._pieces[place].start_of(token - self._first_tokens[place])
+        index = min(bisect_right(self._first_tokens, token), len(self._pieces)) - 1
+        return self._pieces[index].start_of(token - self._first_tokens[index])
 
     def encode(self, first: int, last: int) -> list[int]:
         """Return the tokens of a part of the text, with the same splits and the same recalled tokens.

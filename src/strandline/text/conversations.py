@@ -238,16 +238,16 @@ class ChatRenderer:
         if tools and plain[0].get("role") in SYSTEM_ROLES:
             marks |= _tools_end(text, plain[0].get("content"), characters)
         check_count(marked, tools)
-        if any(entry.places for entry in marked):
+        if any(entry.marks for entry in marked):
             marked_text = text_of([entry.with_sentinels() for entry in marked], bare_tools)
-            ends = [place == len(entry.content) for entry in marked for place in entry.places]
+            ends = [offset == len(entry.content) for entry in marked for offset in entry.marks]
             marks |= self._marked(sentinel_positions(marked_text, text), ends, characters, token_ids)
         for index, tool in enumerate(tools):
             if is_marked(tool):
                 cut = text_of(plain, [*bare_tools[: index + 1], dict(PROBE_TOOL)])
                 marks.add(characters.position(common_length(cut, text)))
-        places = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
-        chat = RenderedChat(text, token_ids, places, self._recollection(whole, salt), continued)
+        positions = tuple(sorted(mark for mark in marks if 0 < mark < len(token_ids)))
+        chat = RenderedChat(text, token_ids, positions, self._recollection(whole, salt), continued)
         return self._with_pictures(chat, plain, pictures) if pictures else chat
 
     def render_endings(
@@ -388,13 +388,13 @@ class ChatRenderer:
         return template_text(self._tokenizer, self._chat_template)
 
     def _marked(
-        self, places: Sequence[int], ends: Sequence[bool], characters: Characters, token_ids: list[int]
+        self, offsets: Sequence[int], ends: Sequence[bool], characters: Characters, token_ids: list[int]
     ) -> set[int]:
         """Return the token positions of marked characters; a mark at a message's end moves to the next turn's start."""
         starts = self.turns.positions(token_ids)
         marks = set[int]()
-        for place, is_end in zip(places, ends, strict=False):
-            position = characters.position(place)
+        for offset, is_end in zip(offsets, ends, strict=False):
+            position = characters.position(offset)
             marks.add((next_start(position, starts) if is_end else None) or position)
         return marks
 
@@ -472,6 +472,6 @@ def _with_text_of_calls(entry: MarkedMessage, written: ToolFormat) -> MarkedMess
 
 def _tools_end(text: str, system: Any, characters: Characters) -> set[int]:
     """Return where a system prompt begins that follows the tools: other requests may share only the tools."""
-    place = text.find(system.strip()) if isinstance(system, str) and system.strip() else -1
-    position = characters.position(place) if place > 0 else 0
+    offset = text.find(system.strip()) if isinstance(system, str) and system.strip() else -1
+    position = characters.position(offset) if offset > 0 else 0
     return {position} if position >= MIN_TOOLS_TOKENS else set()

@@ -150,19 +150,19 @@ class Detokenizer:
 
     def _find_stop(self, start: int) -> str | None:
         found = [(self._text.find(stop, start), stop) for stop in self._stops]
-        places = [(place, stop) for place, stop in found if place >= 0]
-        if not places:
+        found_stops = [(index, stop) for index, stop in found if index >= 0]
+        if not found_stops:
             return None
-        place, stop = min(places)
-        self._stop_start = None if self._keep_stop else place
-        self._text = self._text[: place + (len(stop) if self._keep_stop else 0)]
+        index, stop = min(found_stops)
+        self._stop_start = None if self._keep_stop else index
+        self._text = self._text[: index + (len(stop) if self._keep_stop else 0)]
         self._is_done = True
         return stop
 
 
 def _possible_start(text: str, begin: int, stop: str) -> int | None:
     """Return the first character from one on at which the rest of a text begins a stop string."""
-    place = text.find(stop[0], begin)
-    while place >= 0 and not stop.startswith(text[place:]):
-        place = text.find(stop[0], place + 1)
-    return place if place >= 0 else None
+    index = text.find(stop[0], begin)
+    while index >= 0 and not stop.startswith(text[index:]):
+        index = text.find(stop[0], index + 1)
+    return index if index >= 0 else None

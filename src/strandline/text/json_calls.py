@@ -46,20 +46,20 @@ class JsonCalls:
         text, self._held = self._held + text, ""
         if self._is_lost:
             return self._pass_on(text, segments)
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             if self._close and character == self._close[0] and not (self._object and self._object.is_in_string):
-                rest = text[place : place + len(self._close)]
+                rest = text[index : index + len(self._close)]
                 if rest == self._close:
                     self._end("".join(self._raw), self._close, segments)
-                    return text[place + len(rest) :]
+                    return text[index + len(rest) :]
                 if self._close.startswith(rest):
                     self._held = rest
                     return None
             if self._object is None and character not in "{" + self._separators:
                 self._is_lost = True
-                return self._pass_on(text[place:], segments)
+                return self._pass_on(text[index:], segments)
             if not self._take(character, segments):
-                return self._pass_on(text[place + 1 :], segments)
+                return self._pass_on(text[index + 1 :], segments)
         return None
 
     def finish(self, segments: list[Segment]) -> None:

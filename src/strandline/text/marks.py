@@ -99,8 +99,8 @@ class Characters:
         if not self._text.knows_characters:
             return self._agreement(0, character)
         token = None
-        for place in range(character, min(character + 8, len(self._text.text))):
-            token = self._text.token_at(place)
+        for index in range(character, min(character + 8, len(self._text.text))):
+            token = self._text.token_at(index)
             if token is not None:
                 break
         anchor = max((len(self._text.token_ids) if token is None else token) - REACH_TOKENS, 0)

@@ -138,7 +138,7 @@ class Scanner:
         self._num_quotes = 0
         self._is_escaped = False
         self._closed: tuple[str, int] | None = None
-        """A quotation mark that ends a string, and its place, unless a word follows."""
+        """A quotation mark that ends a string, and its index, unless a word follows."""
         self._inner: list[int] = []
         """Quotation marks inside strings that lack a backslash: templates write strings unescaped, and models too."""
 
@@ -149,10 +149,10 @@ class Scanner:
 
     def feed(self, text: str) -> str | None:
         """Add text; return the text after the call, or None while it continues."""
-        for place, character in enumerate(text, 1):
-            if self._take(character, self._num_characters + place - 1):
-                self._pieces.append(text[:place])
-                return text[place:]
+        for index, character in enumerate(text, 1):
+            if self._take(character, self._num_characters + index - 1):
+                self._pieces.append(text[:index])
+                return text[index:]
         self._pieces.append(text)
         self._num_characters += len(text)
         return None
@@ -169,7 +169,7 @@ class Scanner:
         inner = self._inner[bisect_left(self._inner, start) : bisect_left(self._inner, end)]
         return "\\".join(text[first:last] for first, last in pairwise([start, *inner, end]))
 
-    def _take(self, character: str, place: int) -> bool:
+    def _take(self, character: str, index: int) -> bool:
         """Consume a character; return whether it ends the call."""
         if self._closed is not None and not character.isspace():
             (mark, closed_at), self._closed = self._closed, None
@@ -185,7 +185,7 @@ class Scanner:
             self._quote = self._opening if len(self._opening) == 1 else ""
             self._opening = ""
         if self._quote:
-            self._take_string(character, place)
+            self._take_string(character, index)
             return False
         if character in "\"'":
             self._opening = character
@@ -197,17 +197,17 @@ class Scanner:
             self.is_wrong = character != ")"
             return True
         elif character == "," and not self._brackets:
-            self._commas.append(place)
+            self._commas.append(index)
         return self.is_wrong
 
-    def _take_string(self, character: str, place: int) -> None:
+    def _take_string(self, character: str, index: int) -> None:
         if self._is_escaped or character != self._quote[0]:
             self._is_escaped = character == "\\" and not self._is_escaped
             self._num_quotes = 0
             return
         self._num_quotes += 1
         if self._num_quotes == len(self._quote):
-            self._closed = (self._quote, place) if self._num_quotes == 1 else None
+            self._closed = (self._quote, index) if self._num_quotes == 1 else None
             self._quote, self._num_quotes = "", 0
 
 

@@ -24,7 +24,7 @@ from strandline.text.token_bytes import TokenBytes
 
 KEY_BYTES: Final = 16
 OPENING_BYTES: Final = 8
-"""The last bytes of a prompt, by which the places in a text are found where an answer may begin."""
+"""The last bytes of a prompt, by which the offsets in a text are found at which an answer may begin."""
 MAX_OPENINGS: Final = 64
 """A chat template has a few; continued messages bring others."""
 MAX_ANSWERS_PER_PROMPT: Final = 64
@@ -156,32 +156,32 @@ class RememberedAnswers:
         found: list[Recalled] = []
         end, num_characters = 0, 0  # where the last part ends, in bytes and in characters
         beginnings = self._beginnings(data)
-        for place in sorted(beginnings):
-            if place < end:
+        for offset in sorted(beginnings):
+            if offset < end:
                 continue
-            digest.update(memoryview(data)[hashed:place])
-            hashed = place
+            digest.update(memoryview(data)[hashed:offset])
+            hashed = offset
             answers = self._take(digest.copy().digest())
-            matches = (self._found(answer, data, place, beginnings) for answer in reversed(answers))
+            matches = (self._found(answer, data, offset, beginnings) for answer in reversed(answers))
             token_ids, byte_ends = max(matches, key=_reach, default=((), []))
             if byte_ends:
-                num_characters += len(data[end:place].decode())
-                recalled = _in_characters(num_characters, data, place, token_ids, byte_ends)
+                num_characters += len(data[end:offset].decode())
+                recalled = _in_characters(num_characters, data, offset, token_ids, byte_ends)
                 found.append(recalled)
                 end, num_characters = byte_ends[-1], recalled.end
         return found
 
     def _beginnings(self, data: bytes) -> set[int]:
-        """Return the places where a remembered answer may begin."""
+        """Return the offsets at which a remembered answer may begin."""
         with self._lock:
             openings = list(self._openings)
-        places = set[int]()
+        offsets = set[int]()
         for opening in openings:
-            place = data.find(opening)
-            while place >= 0:
-                places.add(place + len(opening))
-                place = data.find(opening, place + 1)
-        return places
+            offset = data.find(opening)
+            while offset >= 0:
+                offsets.add(offset + len(opening))
+                offset = data.find(opening, offset + 1)
+        return offsets
 
     def _take(self, digest: bytes) -> tuple["array[int]", ...]:
         """Return the answers to a prompt, and count it as used."""
@@ -192,35 +192,35 @@ class RememberedAnswers:
             return answers
 
     def _found(
-        self, answer: "array[int]", data: bytes, place: int, beginnings: Container[int]
+        self, answer: "array[int]", data: bytes, offset: int, beginnings: Container[int]
     ) -> tuple[Sequence[int], list[int]]:
-        """Return the tokens of an answer that says what the data do at a place, and where each of them ends."""
-        token_ids, ends = self._matched(answer, data, place, beginnings)
+        """Return the tokens of an answer that says what the data do at an offset, and where each of them ends."""
+        token_ids, ends = self._matched(answer, data, offset, beginnings)
         pieces = [self._token_bytes[token] for token in answer] if self._uses_channels else []
         if len(ends) < len(pieces) and None not in pieces:
-            end = end_of_call(b"".join(filter(None, pieces)), data, place)
+            end = end_of_call(b"".join(filter(None, pieces)), data, offset)
             if end is not None:
-                differs = ends[-1] if ends else place
+                differs = ends[-1] if ends else offset
                 return answer, [*ends, *[differs] * (len(answer) - len(ends) - 1), end]
         return token_ids, ends
 
     def _matched(
-        self, answer: "array[int]", data: bytes, place: int, beginnings: Container[int]
+        self, answer: "array[int]", data: bytes, offset: int, beginnings: Container[int]
     ) -> tuple[Sequence[int], list[int]]:
-        """Return the tokens of an answer that the data continue with at a place, and where each of them ends.
+        """Return the tokens of an answer that the data continue with at an offset, and where each of them ends.
 
         They end where a character does, and not inside a word that goes on in another way, unless another answer may
         begin there: one that was continued.
         """
         ends: list[int] = []
-        position, known = place, self._token_bytes
+        position, known = offset, self._token_bytes
         for token in answer:
             piece = known[token]
             if not piece or not data.startswith(piece, position) or REPLACEMENT in piece:
                 break
             position += len(piece)
             ends.append(position)
-        fault = data.find(REPLACEMENT, place, position)
+        fault = data.find(REPLACEMENT, offset, position)
         while ends and (0 <= fault < ends[-1] or (_is_inside(data, ends[-1]) and ends[-1] not in beginnings)):
             ends.pop()
         if ends and not (ends[-1] == len(data) or data.startswith(self._added, ends[-1]) or self._joins_pieces):
@@ -261,16 +261,18 @@ def _is_of_word(byte: int) -> bool:
     return byte >= 0x80 or chr(byte).isalnum()
 
 
-def _in_characters(start: int, data: bytes, place: int, token_ids: Sequence[int], byte_ends: Sequence[int]) -> Recalled:
+def _in_characters(
+    start: int, data: bytes, offset: int, token_ids: Sequence[int], byte_ends: Sequence[int]
+) -> Recalled:
     """Return matched tokens with the ends of their texts in characters.
 
     Args:
-        start: the characters before the place.
+        start: the characters before the offset.
     """
-    if data[place : byte_ends[-1]].isascii():
-        return Recalled(start, tuple(start + end - place for end in byte_ends), tuple(token_ids))
+    if data[offset : byte_ends[-1]].isascii():
+        return Recalled(start, tuple(start + end - offset for end in byte_ends), tuple(token_ids))
     ends: list[int] = []
-    character, counted = start, place
+    character, counted = start, offset
     for end in byte_ends:
         if end == len(data) or data[end] & 0xC0 != 0x80:
             character += len(data[counted:end].decode())

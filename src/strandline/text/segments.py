@@ -46,10 +46,10 @@ class TagSplit(NamedTuple):
 
 def split_at_tag(text: str, tags: Sequence[str]) -> TagSplit:
     """Split a text at the first occurrence of a tag."""
-    places = [(place, -len(tag), tag) for tag in tags if (place := text.find(tag)) >= 0]
-    if places:
-        place, _, tag = min(places)
-        return TagSplit(text[:place], tag, text[place + len(tag) :])
+    starts = [(start, -len(tag), tag) for tag in tags if (start := text.find(tag)) >= 0]
+    if starts:
+        start, _, tag = min(starts)
+        return TagSplit(text[:start], tag, text[start + len(tag) :])
     held = max(_num_tag_characters(text, tag) for tag in tags)
     return TagSplit(text[: len(text) - held], None, text[len(text) - held :])
 

@@ -217,7 +217,7 @@ def _with_one_thought(entry: MarkedMessage, traits: TemplateTraits) -> MarkedMes
     if not (message.get("tool_calls") and thought and entry.content) or traits.takes_thought_with_content:
         return entry
     thoughts = dict.fromkeys(REASONING_FIELDS, f"{thought}\n{entry.content}")
-    return MarkedMessage({**message, **thoughts, "content": ""}, [0 for _ in entry.places])
+    return MarkedMessage({**message, **thoughts, "content": ""}, [0 for _ in entry.marks])
 
 
 def _with_single_calls(entries: Messages, traits: TemplateTraits) -> list[MarkedMessage]:

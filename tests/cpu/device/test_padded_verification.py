@@ -1,4 +1,4 @@
-"""Steps that verify drafts, padded: rows, logs and drafts are in their places; what agrees is counted on the device."""
+"""Padded steps that verify drafts: rows, logs and drafts are where they belong; agreement is counted on the device."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def version_of(operation: Operation[..., Any], backend: str) -> Callable[..., An
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @settings(max_examples=settings().max_examples // 2)
 @given(verifications(), st.integers(0, 3), st.data())
-def test_every_row_is_in_its_place(
+def test_every_row_is_where_it_belongs(
     backend: str, sequences: list[SequencePlan], num_spare: int, data: st.DataObject
 ) -> None:
     resolve = version_of(resolve_pending, backend)
@@ -154,22 +154,22 @@ def test_every_row_is_in_its_place(
         assert torch.equal(own_RX, torch.cat((logged, inputs_TX[rows])))
         # The same in other words, row by row.
         assert isinstance(replay.source_R, torch.Tensor)
-        assert isinstance(replay.place_R, torch.Tensor)
+        assert isinstance(replay.entry_R, torch.Tensor)
         own_R = slice(start, start + plan.num_logged + num_rows)
-        first_place = plan.log * DEPTH
-        logged_sources = [-1 - place for place in range(first_place, first_place + plan.num_logged)]
+        first_entry = plan.log * DEPTH
+        logged_sources = [-1 - entry for entry in range(first_entry, first_entry + plan.num_logged)]
         assert replay.source_R[own_R].tolist() == [*logged_sources, *range(rows.start, rows.stop)]
         num_certain = plan.num_logged + num_rows - plan.num_drafts
-        kept = [first_place + place if plan.state_dst else -1 for place in range(plan.num_drafts)]
-        assert replay.place_R[own_R].tolist() == [-1] * num_certain + kept
+        kept = [first_entry + index if plan.state_dst else -1 for index in range(plan.num_drafts)]
+        assert replay.entry_R[own_R].tolist() == [-1] * num_certain + kept
         drafts = log_JX[plan.log * DEPTH :][: plan.num_drafts]
         if plan.state_dst:
             assert torch.equal(drafts, inputs_TX[rows][1:] if plan.num_drafts else drafts[:0])
         else:
             assert torch.equal(drafts, before_JX[plan.log * DEPTH :][: plan.num_drafts])
         cuts = {
-            int(lengths[: place + 1].sum()): int(slot)
-            for place, slot in enumerate(chunks.cut_slots_C[first:end])
+            int(lengths[: index + 1].sum()): int(slot)
+            for index, slot in enumerate(chunks.cut_slots_C[first:end])
             if slot
         }
         if plan.num_drafts:

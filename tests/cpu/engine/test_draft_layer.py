@@ -148,7 +148,7 @@ def test_tokens_are_those_of_plain_decoding_and_most_drafts_agree(make: Callable
     )
     assert found == expected
     stats = llm.engine.core.stats().speculation
-    assert stats.num_accepted_by_place[0] > 0.8 * stats.num_drafts
+    assert stats.num_accepted_by_position[0] > 0.8 * stats.num_drafts
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 64, 65])
@@ -302,7 +302,7 @@ def test_synthetic_acceptance_has_the_given_rates(make_small: Callable[..., LLM]
     stats = llm.engine.core.stats().speculation
     assert stats.num_drafts > 400
     # Three standard deviations of 400 draws are 0.07.
-    found = [count / stats.num_drafts for count in stats.num_accepted_by_place]
+    found = [count / stats.num_drafts for count in stats.num_accepted_by_position]
     assert found == pytest.approx(rates, abs=0.07)
 
 

@@ -127,7 +127,7 @@ def test_any_pattern_of_acceptance_gives_the_tokens_of_plain_decoding(
     assert answers(llm, prompts, GREEDY) == expected
     counts = llm.engine.core.stats().speculation
     accepted = [any(num_right > place for num_right in pattern) for place in range(DRAFT_TOKENS)]
-    assert [count > 0 for count in counts.num_accepted_by_place] == accepted
+    assert [count > 0 for count in counts.num_accepted_by_position] == accepted
     # All tokens but the first of each request came from steps with drafts or, at the end, without.
     assert counts.num_drafts < counts.num_draft_tokens
 
@@ -177,7 +177,7 @@ def test_acceptance_of_requests_adds_up_to_that_of_the_engine(make: MakeLLM, mak
         counts = output.speculation
         # After the prompt's step, 13 steps of 2, 4 and 1 tokens in turn; the last one has room for 2, so one draft.
         assert (counts.num_drafts, counts.num_draft_tokens) == (14, 3 * 13 + 1)
-        assert counts.num_accepted_by_place == (5 + 4 + 1, 4, 4)
+        assert counts.num_accepted_by_position == (5 + 4 + 1, 4, 4)
         assert counts.num_accepted_tokens + counts.num_rejected_tokens == counts.num_draft_tokens
     assert found[0].speculation == outputs[0].speculation + outputs[1].speculation
     total = sum((request.speculation for request in found), SpeculationStats())

@@ -112,7 +112,7 @@ def test_sampled_tokens_follow_the_models_distribution(make: MakeLLM, model_dir:
     llm = make(speculative_config=speculation)
     found = list(sampled(llm, drafts_of(model_dir, rank)))
     counts = llm.engine.core.stats().speculation
-    assert all(accepted > 20 for accepted in counts.num_accepted_by_place)
+    assert all(accepted > 20 for accepted in counts.num_accepted_by_position)
     assert counts.num_rejected_tokens > NUM_SEEDS
     assert p_value(model_dir, count(found, (0, 1, 2))) > LEAST_P_VALUE
 

@@ -82,7 +82,7 @@ def test_acceptance_of_drafts_is_among_the_figures(page: Browser) -> None:
     pairs = "[...document.querySelectorAll('#figures div')].map(x => [...x.children].map(y => y.textContent.trim()))"
     figures = f"Object.fromEntries({pairs})"
     assert "drafts accepted" not in page.run(figures)
-    page.run("state.stats.speculation = {num_drafts: 10, num_draft_tokens: 20, num_accepted_by_place: [9, 4]}")
+    page.run("state.stats.speculation = {num_drafts: 10, num_draft_tokens: 20, num_accepted_by_position: [9, 4]}")
     page.run("showFigures()")
     found = page.run(figures)
     assert found["drafts accepted"] == "65.0 % of 20"

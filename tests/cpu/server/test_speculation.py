@@ -150,11 +150,11 @@ def test_metrics_and_the_cache_page_count_what_usage_does(
     assert drafted_then - drafted == usage["accepted_prediction_tokens"] + usage["rejected_prediction_tokens"]
     gains = [after - before for before, after in zip(by_position, by_position_then, strict=True)]
     assert gains == usage["accepted_prediction_tokens_by_position"]
-    assert server.get("/cache/state").json()["stats"]["speculation"]["num_accepted_by_place"] == by_position_then
+    assert server.get("/cache/state").json()["stats"]["speculation"]["num_accepted_by_position"] == by_position_then
 
 
 def test_without_drafts_nothing_counts_them(plain: ServerProcess) -> None:
-    assert plain.get("/cache/state").json()["stats"]["speculation"]["num_accepted_by_place"] == []
+    assert plain.get("/cache/state").json()["stats"]["speculation"]["num_accepted_by_position"] == []
     assert f"\n{PREFIX}drafts_total{{" not in plain.get("/metrics").text
 
 

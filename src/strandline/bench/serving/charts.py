@@ -48,7 +48,7 @@ def ticks(most: float) -> list[float]:
     rough = most / 5
     size = 10.0 ** floor(log10(rough))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
-    return [step * place for place in range(ceil(most / step - 1e-9) + 1)]
+    return [step * index for index in range(ceil(most / step - 1e-9) + 1)]
 
 
 def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, unit: str) -> str:

@@ -61,17 +61,17 @@ class Gate:
     """Limit of concurrent requests; None: unlimited."""
 
     def __init__(self, limit: int | None) -> None:
-        self._places = None if limit is None else asyncio.Semaphore(limit)
+        self._semaphore = None if limit is None else asyncio.Semaphore(limit)
 
     async def enter(self) -> None:
-        """Wait for a free place and take it."""
-        if self._places is not None:
-            await self._places.acquire()
+        """Wait until there is room, and count one more."""
+        if self._semaphore is not None:
+            await self._semaphore.acquire()
 
     def leave(self) -> None:
-        """Release a place."""
-        if self._places is not None:
-            self._places.release()
+        """Count one less."""
+        if self._semaphore is not None:
+            self._semaphore.release()
 
 
 class Load:

@@ -80,15 +80,15 @@ def write_report(path: Path, runs: Sequence[Mapping[str, Any]], title: str) -> N
     Raises:
         ConfigError: it cannot be written.
     """
-    columns = [Column(_label(run, place), run, _quantiles(run)) for place, run in enumerate(runs)]
+    columns = [Column(_label(run, index), run, _quantiles(run)) for index, run in enumerate(runs)]
     try:
         path.write_text(_page(columns, title))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _label(run: Mapping[str, Any], place: int) -> str:
-    return str(run.get("label") or run.get("model_id") or f"run {place + 1}")
+def _label(run: Mapping[str, Any], index: int) -> str:
+    return str(run.get("label") or run.get("model_id") or f"run {index + 1}")
 
 
 def _quantiles(run: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -126,7 +126,7 @@ def _page(columns: Sequence[Column], title: str) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>",
-        f'<ul class="runs">{"".join(_run(place, column) for place, column in enumerate(columns))}</ul>',
+        f'<ul class="runs">{"".join(_run(index, column) for index, column in enumerate(columns))}</ul>',
         "<h2>At a glance</h2>",
         f'<div class="card scroll">{_table(columns)}</div>',
         f'<h2>Prefix cache and throughput</h2><div class="grid2">{_cache(columns)}{_throughput(columns)}</div>',
@@ -139,7 +139,7 @@ def _page(columns: Sequence[Column], title: str) -> str:
     return "".join(parts)
 
 
-def _run(place: int, column: Column) -> str:
+def _run(index: int, column: Column) -> str:
     data = column.data
     facts = [
         data.get("model_id"),
@@ -150,11 +150,11 @@ def _run(place: int, column: Column) -> str:
         data.get("date"),
     ]
     described = " · ".join(escape(str(fact)) for fact in facts if fact)
-    return f"<li>{_chip(place)}<b>{escape(column.label)}</b> <small>{described}</small></li>"
+    return f"<li>{_chip(index)}<b>{escape(column.label)}</b> <small>{described}</small></li>"
 
 
-def _chip(place: int) -> str:
-    return f'<span class="chip" style="background:{color(place)}"></span>'
+def _chip(index: int) -> str:
+    return f'<span class="chip" style="background:{color(index)}"></span>'
 
 
 def _card(heading: str, text: str, chart: str) -> str:
@@ -194,7 +194,7 @@ def _rows() -> list[tuple[str, Pick | None, int]]:
 
 
 def _table(columns: Sequence[Column]) -> str:
-    head = "".join(f"<th>{_chip(place)}{escape(column.label)}</th>" for place, column in enumerate(columns))
+    head = "".join(f"<th>{_chip(index)}{escape(column.label)}</th>" for index, column in enumerate(columns))
     lines = [f"<table><tr><th></th>{head}</tr>"]
     for label, pick, better in _rows():
         if pick is None:
@@ -216,8 +216,8 @@ def _cell(value: float | None, *, is_best: bool) -> str:
 
 def _cache(columns: Sequence[Column]) -> str:
     drawn = [
-        Bar(column.data["cache_hit_rate"] * 100, place, _percent(column.data.get("ideal_cache_hit_rate")))
-        for place, column in enumerate(columns)
+        Bar(column.data["cache_hit_rate"] * 100, index, _percent(column.data.get("ideal_cache_hit_rate")))
+        for index, column in enumerate(columns)
         if column.data.get("cache_hit_rate") is not None
     ]
     if not drawn:
@@ -232,7 +232,7 @@ def _percent(share: float | None) -> float | None:
 
 def _throughput(columns: Sequence[Column]) -> str:
     groups = [
-        (label, [Bar(float(column.data.get(name) or 0.0), place) for place, column in enumerate(columns)])
+        (label, [Bar(float(column.data.get(name) or 0.0), index) for index, column in enumerate(columns)])
         for label, name in (("output", "output_throughput"), ("total", "total_token_throughput"))
     ]
     return _card("Tokens per second", "Output alone, and with the prompts.", bars(groups, unit=""))
@@ -242,11 +242,11 @@ def _time(columns: Sequence[Column], metric: str) -> str:
     heading = METRICS[metric][1]
     groups = []
     for percent in PERCENTS:
-        values = [(place, column.percentile(metric, percent)) for place, column in enumerate(columns)]
-        groups.append((f"p{percent}", [Bar(value, place) for place, value in values if value is not None]))
+        values = [(index, column.percentile(metric, percent)) for index, column in enumerate(columns)]
+        groups.append((f"p{percent}", [Bar(value, index) for index, value in values if value is not None]))
     groups = [group for group in groups if group[1]]
     if not groups:
         return ""
-    curves = [(place, column.quantiles[metric]) for place, column in enumerate(columns) if metric in column.quantiles]
+    curves = [(index, column.quantiles[metric]) for index, column in enumerate(columns) if metric in column.quantiles]
     chart = bars(groups, unit="") + (distribution(curves, unit="ms") if curves else "")
     return _card(f"{heading}, ms", "", chart)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import tile_rows
-from strandline.device.batches.picture_rows import place_pictures
+from strandline.device.batches.picture_rows import rotary_offsets
 from strandline.device.hardware.upload import upload_groups
 from strandline.ids import NO_TOKEN, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
@@ -134,9 +134,9 @@ class HostReplay(NamedTuple):
 
     step_rows: np.ndarray
     logged_rows: np.ndarray
-    logged_places: np.ndarray
+    logged_entries: np.ndarray
     draft_rows: np.ndarray
-    draft_places: np.ndarray
+    draft_entries: np.ndarray
 
     @property
     def num_rows(self) -> int:
@@ -192,7 +192,7 @@ def build_host_batch(
     columns.source_row[:] = source_row
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(columns.end - columns.start, out=query_starts[1:])
-    offsets = place_pictures(sequences, columns.rotary_delta)
+    offsets = rotary_offsets(sequences, columns.rotary_delta)
     columns.last_row[:] = query_starts[1:] - 1
     if query_starts[-1] == len(sequences):
         token_ids = np.array([sequence.token_ids[0] for sequence in sequences], dtype=np.int64)
@@ -213,10 +213,10 @@ def build_host_batch(
 def fold_batch(folds: Sequence[FoldLog], device: torch.device, kernels: Kernels, draft_tokens: int) -> StepBatch:
     """Return the batch that advances states over logged drafts alone."""
     slots = [fold.slot for fold in folds]
-    places = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
+    entries = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
     logged = np.arange(sum(fold.num_tokens for fold in folds))
     none = logged[:0]
-    replay = HostReplay(none, logged, np.concatenate(places), none, none)
+    replay = HostReplay(none, logged, np.concatenate(entries), none, none)
     chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
     [slots_N], columns, replayed = upload_groups([[slots], chunks.columns, replay], device)
     rerun = replay.with_tensors(replayed, kernels)
@@ -230,18 +230,18 @@ def _plan_replay(prefills: Sequence[SequencePlan], draft_tokens: int) -> HostRep
     """Say which logged tokens come before which rows, and which rows are drafts; None: no sequence has a log."""
     if not any(sequence.log for sequence in prefills):
         return None
-    step_rows, logged_rows, logged_places, draft_rows, draft_places = parts = [list[np.ndarray]() for _ in range(5)]
+    step_rows, logged_rows, logged_entries, draft_rows, draft_entries = parts = [list[np.ndarray]() for _ in range(5)]
     row = step_row = 0
     for sequence in prefills:
         num_logged, num_rows, num_drafts = sequence.num_logged, sequence.end - sequence.start, sequence.num_drafts
-        first_place = sequence.log * draft_tokens
+        first_entry = sequence.log * draft_tokens
         logged_rows.append(np.arange(row, row + num_logged))
-        logged_places.append(np.arange(first_place, first_place + num_logged))
+        logged_entries.append(np.arange(first_entry, first_entry + num_logged))
         row += num_logged
         step_rows.append(np.arange(row, row + num_rows))
         row, step_row = row + num_rows, step_row + num_rows
         draft_rows.append(np.arange(step_row - num_drafts, step_row))
-        draft_places.append(np.arange(first_place, first_place + num_drafts))
+        draft_entries.append(np.arange(first_entry, first_entry + num_drafts))
     return HostReplay(*map(np.concatenate, parts))
 
 

@@ -303,7 +303,7 @@ class PaddedStep:
             insert_logged=kernels[insert_logged],
             is_padded=True,
             source_R=tables.source_rows,
-            place_R=tables.log_places,
+            entry_R=tables.log_entries,
         )
         return RecurrentBatch(columns.state_src[: size.first_prompt], tables.state_dst, chunks, replay=replay)
 

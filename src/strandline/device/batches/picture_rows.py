@@ -11,7 +11,7 @@ from strandline.records.pictures import rotary_delta, rotary_positions
 from strandline.records.plan import SequencePlan
 
 
-def place_pictures(sequences: Sequence[SequencePlan], delta_N: np.ndarray) -> np.ndarray | None:
+def rotary_offsets(sequences: Sequence[SequencePlan], delta_N: np.ndarray) -> np.ndarray | None:
     """Turn each sequence's ``rotary_delta`` into that of a token of text at its ``start``, in place.
 
     Returns:

@@ -170,11 +170,11 @@ def _checked(sums: Sums, ranks: Ranks, shape: tuple[int, int], device: torch.dev
     """
     wrong = dict[str, None]()
     # All messages are exact in bfloat16, and blocks of 16 KiB near each other differ.
-    place = torch.arange(shape[0] * shape[1], device=device).view(shape) % 61
+    index = torch.arange(shape[0] * shape[1], device=device).view(shape) % 61
     for dtype in DTYPES:
         for summand in range(1, NUM_CHECKS + 1):
-            message = (place + ranks.rank + summand).to(dtype)
-            wanted = (ranks.size * (place + summand) + ranks.size * (ranks.size - 1) // 2).to(dtype)
+            message = (index + ranks.rank + summand).to(dtype)
+            wanted = (ranks.size * (index + summand) + ranks.size * (ranks.size - 1) // 2).to(dtype)
             if not torch.equal(sums.sum(message, CHECK_MAX_POLLS), wanted):
                 wrong[str(dtype)] = None
     if wrong:  # only after all sums, which the other ranks take, too

@@ -107,6 +107,6 @@ class CacheActions:
         arena = self._arena
         if arena.hidden_drafts_JE is None:
             return
-        places = [fold.log * arena.draft_tokens + fold.num_tokens - 1 for fold in folds]
-        places_N, slots_N = upload_together([places, [fold.slot for fold in folds]], arena.bytes.device)
-        self._kernels[store_hidden](arena.hidden_drafts_JE, places_N, arena.hidden_SE, slots_N)
+        entries = [fold.log * arena.draft_tokens + fold.num_tokens - 1 for fold in folds]
+        entries_N, slots_N = upload_together([entries, [fold.slot for fold in folds]], arena.bytes.device)
+        self._kernels[store_hidden](arena.hidden_drafts_JE, entries_N, arena.hidden_SE, slots_N)

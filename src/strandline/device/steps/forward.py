@@ -36,5 +36,5 @@ class Forward:
         replay, num_before = (step.verified or step.recurrent).replay, step.num_decode_rows
         if replay is not None and arena.hidden_drafts_JE is not None:
             rows_K = replay.draft_rows_K + num_before if num_before else replay.draft_rows_K
-            self._store(hidden_TE, rows_K, arena.hidden_drafts_JE, replay.draft_places_K)
+            self._store(hidden_TE, rows_K, arena.hidden_drafts_JE, replay.draft_entries_K)
         return hidden_TE

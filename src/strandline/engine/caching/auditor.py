@@ -141,9 +141,9 @@ class Auditor:
         self._due, self._is_replayed = None, False
         assert due is not None
         audits.num_requests += 1
-        for place, cold in due.cold.items():
+        for index, cold in due.cold.items():
             audits.num_tokens += 1
-            difference = abs(due.logprobs[place] - cold)
+            difference = abs(due.logprobs[index] - cold)
             if isnan(difference):
                 difference = inf
             if difference > audits.largest_difference:

@@ -40,12 +40,12 @@ class NgramDrafter:
         self._max_match, self._min_match = max_match, min_match
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
-        """Return the tokens after the last place where the request's last tokens stand once more."""
+        """Return the tokens after the last earlier match of the request's last tokens."""
         tokens = request.tokens
         for num_match in range(min(self._max_match, len(tokens) - 1), self._min_match - 1, -1):
-            place = _last_place(tokens, tokens.slice(len(tokens) - num_match, len(tokens)))
-            if place is not None:
-                start = place + num_match
+            match = _last_match(tokens, tokens.slice(len(tokens) - num_match, len(tokens)))
+            if match is not None:
+                start = match + num_match
                 following = decode(tokens.slice(start, min(start + max_tokens, len(tokens))))
                 return tuple(takewhile(lambda token: not is_virtual(token), following))
         return ()
@@ -112,7 +112,7 @@ def _expected_tokens(rate: float, num_drafts: int) -> float:
     return sum(rate**count for count in range(1, num_drafts + 1))
 
 
-def _last_place(tokens: TokenBuffer, key: bytes) -> int | None:
+def _last_match(tokens: TokenBuffer, key: bytes) -> int | None:
     """Return the last token at which a key begins that ends before the last token; None: nowhere."""
     data, end = tokens.data, len(tokens.data) - TOKEN_BYTES
     while (offset := data.rfind(key, 0, end)) >= 0:

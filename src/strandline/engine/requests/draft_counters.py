@@ -10,19 +10,19 @@ class DraftCounters:
         draft_tokens: most drafts of a sequence in a step.
     """
 
-    __slots__ = ("_accepted_by_place", "_num_draft_tokens", "_num_drafts")
+    __slots__ = ("_accepted_by_position", "_num_draft_tokens", "_num_drafts")
 
     def __init__(self, draft_tokens: int) -> None:
         self._num_drafts = self._num_draft_tokens = 0
-        self._accepted_by_place = [0] * draft_tokens
+        self._accepted_by_position = [0] * draft_tokens
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """Count the drafts of one sequence in one step."""
         self._num_drafts += 1
         self._num_draft_tokens += num_drafted
-        for place in range(num_accepted):
-            self._accepted_by_place[place] += 1
+        for position in range(num_accepted):
+            self._accepted_by_position[position] += 1
 
     def stats(self) -> SpeculationStats:
         """Return the counts so far."""
-        return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_by_place))
+        return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_by_position))

@@ -149,8 +149,8 @@ class SuffixIndex:
             return
         values = np.frombuffer(self._tokens.slice(start, end), dtype=">u4").astype(np.uint64)
         total = np.zeros(num_runs, dtype=np.uint64)
-        for place, factor in enumerate(FACTORS):
-            total += values[place : place + num_runs] * np.uint64(factor)
+        for index, factor in enumerate(FACTORS):
+            total += values[index : index + num_runs] * np.uint64(factor)
         buckets = (total.astype(np.uint32) >> np.uint32(self._shift)).astype(np.int64)
         order = np.argsort(buckets, kind="stable")
         buckets, positions = buckets[order], (order + start + MIN_MATCH_TOKENS).astype(np.uint32)

@@ -71,7 +71,7 @@ WIDEN_ELEMENTS = 4096
 """Elements of keys, and of values, that one program widens."""
 
 STAGGER_BLOCKS = 4
-"""Blocks between the eight places at which programs that run together begin, so that they do not all read the same
+"""Blocks between the eight starts at which programs that run together begin, so that they do not all read the same
 block of the second-level cache at once."""
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS, MEAN_REGISTERS = 240, 24, 168
@@ -171,7 +171,7 @@ if IS_AVAILABLE:
     def _result_rows(
         first_row, kv_head, M: gl.constexpr, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr
     ):
-        """Return the rows of a warpgroup, and their places in the result, counted in heads."""
+        """Return the rows of a warpgroup, and their indices in the result, counted in heads."""
         packed_M = first_row + gl.arange(0, M, layout)
         return packed_M, ((packed_M // GROUP) * NUM_HEADS + kv_head * GROUP + packed_M % GROUP).to(gl.int64)
 

@@ -51,7 +51,7 @@ def store_rows(
     if IS_SPLIT:
         partial_M = ((row_M - first_row) * NUM_HEADS + head_M) * num_splits + split
         tl.store(lse_ptr + partial_M, tl.where(has_seen_M, max_M + tl.log2(divisor_M), float("-inf")), mask=is_row_M)
-        # A split that has seen nothing leaves its place unwritten.
+        # A split that has seen nothing leaves its partial result unwritten.
         is_stored_MD = (is_row_M & has_seen_M)[:, None] & (channel_D < HEAD_DIM)[None, :]
         tl.store(partial_ptr + (partial_M * HEAD_DIM)[:, None] + channel_D[None, :], result_MD, mask=is_stored_MD)
     else:

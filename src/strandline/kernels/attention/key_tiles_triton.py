@@ -49,8 +49,8 @@ def _added_scores(
     profile_CX = tl.load(profile_ptr_CX, mask=is_read_CX, other=0.0).to(mix_MC.dtype)
     added_MX = tl.dot(mix_MC, profile_CX, input_precision=PRECISION)
     if SPAN != BLOCK_K:
-        place_MK = (position_M - first_position)[:, None] + (BLOCK_K - 1 - tl.arange(0, BLOCK_K))[None, :]
-        added_MX = tl.gather(added_MX, place_MK, axis=1)
+        index_MK = (position_M - first_position)[:, None] + (BLOCK_K - 1 - tl.arange(0, BLOCK_K))[None, :]
+        added_MX = tl.gather(added_MX, index_MK, axis=1)
     return added_MX * unscale
 
 

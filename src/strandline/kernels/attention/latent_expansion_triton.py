@@ -166,15 +166,15 @@ def _attend_kernel(
     is_q_MP = is_row_M[:, None] & (channel_P < SHARED_DIM)[None, :]
     q_MK = tl.load(q_M1_ptr + channel_K[None, :], mask=is_q_MK, other=0.0)
     q_MP = tl.load(q_M1_ptr + (KEY_DIM + channel_P)[None, :], mask=is_q_MP, other=0.0)
-    place_M = row_M * NUM_HEADS + head
-    out_MV = place_M[:, None] * VALUE_DIM + channel_V[None, :]
+    out_row_M = row_M * NUM_HEADS + head
+    out_MV = out_row_M[:, None] * VALUE_DIM + channel_V[None, :]
     is_out_MV = is_row_M[:, None] & (channel_V < VALUE_DIM)[None, :]
     if IS_FIRST:
         acc_MV, max_M, sum_M = no_keys(BLOCK_M, BLOCK_V)
     else:
         acc_MV = tl.load(acc_ptr + out_MV, mask=is_out_MV, other=0.0)
-        max_M = tl.load(max_ptr + place_M, mask=is_row_M, other=float("-inf"))
-        sum_M = tl.load(sum_ptr + place_M, mask=is_row_M, other=0.0)
+        max_M = tl.load(max_ptr + out_row_M, mask=is_row_M, other=float("-inf"))
+        sum_M = tl.load(sum_ptr + out_row_M, mask=is_row_M, other=0.0)
 
     # From here on keys are counted in the piece.
     first_key += shift
@@ -201,8 +201,8 @@ def _attend_kernel(
         tl.store(out_ptr + out_MV, (acc_MV / sum_M[:, None]).to(out_ptr.dtype.element_ty), mask=is_out_MV)
     else:
         tl.store(acc_ptr + out_MV, acc_MV, mask=is_out_MV)
-        tl.store(max_ptr + place_M, max_M, mask=is_row_M)
-        tl.store(sum_ptr + place_M, sum_M, mask=is_row_M)
+        tl.store(max_ptr + out_row_M, max_M, mask=is_row_M)
+        tl.store(sum_ptr + out_row_M, sum_M, mask=is_row_M)
 
 
 def expanded_latent_attention(

@@ -145,13 +145,13 @@ def _kernel(tasks):
             store(args.q, dtype, (task * num_heads + i) * head_dim, head)
         block = ints(args.write_blocks, task + 1)[task]
         offset = ints(args.write_offsets, task + 1)[task]
-        k_place = block * args.k_block_stride + offset * args.k_token_stride
-        v_place = block * args.v_block_stride + offset * args.v_token_stride
+        k_start = block * args.k_block_stride + offset * args.k_token_stride
+        v_start = block * args.v_block_stride + offset * args.v_token_stride
         for i in range(num_kv_heads if block != NULL_BLOCK else 0):
             load(args.new_k, dtype, task * args.new_k_stride + i * head_dim, head)
             _normalise(head, args.norm, k_norm, args.eps, dtype)
             _turn(head, cos, sin)
-            k_at, v_at = k_place + i * args.k_head_stride, v_place + i * args.v_head_stride
+            k_at, v_at = k_start + i * args.k_head_stride, v_start + i * args.v_head_stride
             if args.memory_dtype == E4M3:
                 round_to(dtype, head)
                 store_e4m3(args.k + k_at, head, np.float32(args.k_factor))

@@ -121,8 +121,8 @@ def _added(profile_GRTX: Tensor, queries: tuple[int, int], keys: tuple[int, int]
     """Return what is added to the scores of queries against keys at these positions; minus infinity hides a key."""
     device, num_distances = profile_GRTX.device, profile_GRTX.shape[-1]
     distance_TL = torch.arange(*queries, device=device).unsqueeze(-1) - torch.arange(*keys, device=device)
-    place_TL = distance_TL.clamp(0, num_distances - 1)
-    added_GRTL = profile_GRTX.gather(-1, place_TL.expand(*profile_GRTX.shape[:2], -1, -1))
+    index_TL = distance_TL.clamp(0, num_distances - 1)
+    added_GRTL = profile_GRTX.gather(-1, index_TL.expand(*profile_GRTX.shape[:2], -1, -1))
     hidden_TL = distance_TL < 0
     if window_tokens is not None:
         hidden_TL |= distance_TL >= window_tokens

@@ -49,8 +49,8 @@ def _list_kernel(
     for first in range(0, num_choices, BLOCK):
         expert_A = tl.load(experts_ptr + first + offset_A, mask=first + offset_A < num_choices, other=0x7FFFFFFF)
         is_mine_A = (expert_A == expert).to(tl.int32)
-        place_A = start + tl.cumsum(is_mine_A, axis=0) - 1
-        tl.store(choices_ptr + place_A, first + offset_A, mask=is_mine_A > 0)
+        index_A = start + tl.cumsum(is_mine_A, axis=0) - 1
+        tl.store(choices_ptr + index_A, first + offset_A, mask=is_mine_A > 0)
         start += tl.sum(is_mine_A, axis=0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(starts_ptr + tl.num_programs(0), start)
@@ -69,7 +69,7 @@ def _count_kernel(experts_ptr, counts_ptr, num_choices, first_expert, E, BLOCK_E
 
 
 @triton.jit(do_not_specialize=["num_choices", "num_blocks"])
-def _place_kernel(
+def _scatter_kernel(
     experts_ptr,
     counts_ptr,
     starts_ptr,
@@ -104,15 +104,15 @@ def _place_kernel(
     choice_A = block * BLOCK + offset_A
     expert_A = tl.load(experts_ptr + choice_A, mask=choice_A < num_choices, other=-1).to(tl.int32) - first_expert
     is_held_A = (expert_A >= 0) & (expert_A < E)
-    place_A = tl.gather(start_E + before_E, tl.where(is_held_A, expert_A, 0), 0)
+    index_A = tl.gather(start_E + before_E, tl.where(is_held_A, expert_A, 0), 0)
     for first in range(0, BLOCK, BLOCK_J):
         offset_J = first + tl.arange(0, BLOCK_J)
         choice_J = block * BLOCK + offset_J
         expert_J = tl.load(experts_ptr + choice_J, mask=choice_J < num_choices, other=-1).to(tl.int32) - first_expert
         # In this order a thread holds all peers of a choice: it adds them up alone.
         is_before_JA = (expert_J[:, None] == expert_A[None, :]) & (offset_J[:, None] < offset_A[None, :])
-        place_A += tl.sum(is_before_JA.to(tl.int32), axis=0)
-    tl.store(choices_ptr + place_A, choice_A, mask=is_held_A)
+        index_A += tl.sum(is_before_JA.to(tl.int32), axis=0)
+    tl.store(choices_ptr + index_A, choice_A, mask=is_held_A)
 
 
 def list_choices(experts_TK: Tensor, num_experts: int, first_expert: int = 0) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def list_choices(experts_TK: Tensor, num_experts: int, first_expert: int = 0) ->
         BLOCK=BLOCK_CHOICES,
         num_warps=4,
     )
-    _place_kernel[(num_blocks,)](
+    _scatter_kernel[(num_blocks,)](
         experts_TK,
         counts_BE,
         starts_E,

@@ -3,7 +3,7 @@
 A choice takes two reductions of 32-bit integers, each one instruction of a warp, and no sort: for the largest rank, and
 for the lowest number that has it.
 
-Shape suffixes: as in ``router.py``; in kernels P places of experts, group by group, each group padded to I places
+Shape suffixes: as in ``router.py``; in kernels P columns of experts, group by group, each group padded to I columns
 (a power of two), R rows of any X, W warps, C a token's choices (``top_k``, padded to a power of two).
 """
 # mypy: ignore-errors
@@ -29,10 +29,10 @@ def _ordered_bits(value):
 
 @triton.jit
 def _is_first_of_largest(bits_RX, BLOCK: tl.constexpr):
-    """Return, row by row, which number is the largest, and of equal ones has the lowest place."""
-    place_1X = tl.arange(0, BLOCK)[None, :]
+    """Return, row by row, which number is the largest, and of equal ones has the lowest index."""
+    index_1X = tl.arange(0, BLOCK)[None, :]
     is_largest_RX = bits_RX == tl.max(bits_RX, axis=1)[:, None]
-    return place_1X == tl.min(tl.where(is_largest_RX, place_1X, BLOCK), axis=1)[:, None]
+    return index_1X == tl.min(tl.where(is_largest_RX, index_1X, BLOCK), axis=1)[:, None]
 
 
 @triton.jit
@@ -61,21 +61,21 @@ def _within_best_groups(bits_P, rank_P, ROUTING: tl.constexpr, BLOCK_G: tl.const
 def _score(logits_ptr, bias_ptr, E, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
     """Return integers that are ordered as one token's experts are ranked, the scores, and the experts of a group.
 
-    Of narrow ones half of the bits say all: the others are the place, counted from the last one, for one reduction in
+    Of narrow ones half of the bits say all: the others are the column, counted from the last one, for one reduction in
     all.
     """
     IS_SIGMOID: tl.constexpr = ROUTING.scores == "sigmoid"
     BLOCK_P: tl.constexpr = BLOCK_G * BLOCK_I
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
-    place_P = tl.arange(0, BLOCK_P)
+    column_P = tl.arange(0, BLOCK_P)
     if BLOCK_G == 1:
         group_size = E
-        is_expert_P = place_P < E
+        is_expert_P = column_P < E
     else:
         NUM_GROUPS: tl.constexpr = ROUTING.num_groups
         group_size = E // NUM_GROUPS
-        is_expert_P = (place_P % BLOCK_I < group_size) & (place_P // BLOCK_I < NUM_GROUPS)
-    expert_P = place_P // BLOCK_I * group_size + place_P % BLOCK_I
+        is_expert_P = (column_P % BLOCK_I < group_size) & (column_P // BLOCK_I < NUM_GROUPS)
+    expert_P = column_P // BLOCK_I * group_size + column_P % BLOCK_I
     logit_P = tl.load(logits_ptr + expert_P, mask=is_expert_P, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     if IS_SIGMOID:
         score_P = tl.sigmoid(logit_P)
@@ -91,7 +91,7 @@ def _score(logits_ptr, bias_ptr, E, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr
         rank_P += tl.load(bias_ptr + expert_P, mask=is_expert_P, other=0.0)
     bits_P = _ordered_bits(rank_P)
     if IS_NARROW:
-        bits_P = (bits_P & -65536) | (BLOCK_P - 1 - place_P)
+        bits_P = (bits_P & -65536) | (BLOCK_P - 1 - column_P)
     bits_P = tl.where(is_expert_P, bits_P, lowest)
     if BLOCK_G > 1:
         bits_P = _within_best_groups(bits_P, rank_P, ROUTING, BLOCK_G, BLOCK_I)
@@ -100,16 +100,16 @@ def _score(logits_ptr, bias_ptr, E, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr
 
 @triton.jit
 def _take_best(bits_P, logits_ptr, bias_ptr, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return the place of the largest number, of equal ones the lowest, and the numbers without it."""
+    """Return the column of the largest number, of equal ones the lowest, and the numbers without it."""
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     IS_NARROW: tl.constexpr = bias_ptr is None and BLOCK_G == 1 and ROUTING.scores != "sigmoid" and dtype == tl.bfloat16
-    place_P = tl.arange(0, BLOCK_P)
+    column_P = tl.arange(0, BLOCK_P)
     largest = tl.max(bits_P, axis=0)
     if IS_NARROW:
-        place = BLOCK_P - 1 - (largest & 0xFFFF)
+        column = BLOCK_P - 1 - (largest & 0xFFFF)
     else:
-        place = tl.min(tl.where(bits_P == largest, place_P, BLOCK_P), axis=0)
-    return place, tl.where(place_P == place, -0x7FFFFFFF - 1, bits_P)
+        column = tl.min(tl.where(bits_P == largest, column_P, BLOCK_P), axis=0)
+    return column, tl.where(column_P == column, -0x7FFFFFFF - 1, bits_P)
 
 
 @triton.jit
@@ -132,24 +132,24 @@ def choose(
     SCALE: tl.constexpr = ROUTING.scale
     bits_P, score_P, group_size = _score(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
     choice_C = tl.arange(0, BLOCK_C)
-    place_C = tl.zeros([BLOCK_C], dtype=tl.int32)
+    column_C = tl.zeros([BLOCK_C], dtype=tl.int32)
     for choice in tl.static_range(TOP_K):
-        place, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
-        place_C = tl.where(choice_C == choice, place, place_C)
-    weight_C = tl.where(choice_C < TOP_K, tl.gather(score_P, place_C, 0), 0.0)
+        column, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
+        column_C = tl.where(choice_C == choice, column, column_C)
+    weight_C = tl.where(choice_C < TOP_K, tl.gather(score_P, column_C, 0), 0.0)
     if IS_NORMALISED:
         weight_C = weight_C / (tl.sum(weight_C, axis=0) + EPS)
-    return place_C // BLOCK_I * group_size + place_C % BLOCK_I, weight_C * SCALE
+    return column_C // BLOCK_I * group_size + column_C % BLOCK_I, weight_C * SCALE
 
 
 @triton.jit
 def choose_nth(logits_ptr, bias_ptr, E, index, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
     """Return one of a token's experts as ``choose`` orders them: it looks no further, and computes no weights."""
     bits_P, _, group_size = _score(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
-    place, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
+    column, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
     for _ in range(index):
-        place, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
-    return place // BLOCK_I * group_size + place % BLOCK_I
+        column, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
+    return column // BLOCK_I * group_size + column % BLOCK_I
 
 
 @triton.jit
@@ -159,10 +159,10 @@ def choose_nth_by_warp(logits_ptr, E, index, BLOCK_I: tl.constexpr, WARPS: tl.co
     Each of the program's warps has a row of all logits, and nothing that is reduced passes between warps.
     """
     lowest = -0x7FFFFFFF - 1
-    place_WP = tl.zeros([WARPS, 1], dtype=tl.int32) + tl.arange(0, BLOCK_I)[None, :]
-    is_expert_WP = place_WP < E
-    logit_WP = tl.load(logits_ptr + place_WP, mask=is_expert_WP, other=float("-inf"), cache_modifier=".cg")
-    bits_WP = (_ordered_bits(logit_WP.to(tl.float32)) & -65536) | (BLOCK_I - 1 - place_WP)
+    column_WP = tl.zeros([WARPS, 1], dtype=tl.int32) + tl.arange(0, BLOCK_I)[None, :]
+    is_expert_WP = column_WP < E
+    logit_WP = tl.load(logits_ptr + column_WP, mask=is_expert_WP, other=float("-inf"), cache_modifier=".cg")
+    bits_WP = (_ordered_bits(logit_WP.to(tl.float32)) & -65536) | (BLOCK_I - 1 - column_WP)
     bits_WP = tl.where(is_expert_WP, bits_WP, lowest)
     best_W = tl.max(bits_WP, axis=1)
     for _ in range(index):

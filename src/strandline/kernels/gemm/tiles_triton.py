@@ -22,7 +22,7 @@ from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import quantized
 from strandline.kernels.sizes import cdiv
 from strandline.kernels.stages_triton import staged
-from strandline.kernels.tile_triton import add_spans, gemm_dense, place_tile, store_tile
+from strandline.kernels.tile_triton import add_spans, gemm_dense, locate_tile, store_tile
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _multiply(
     OVERLAPS: tl.constexpr,
 ):
     """Write a tile of the product; split, that of one span of the inputs, in float32."""
-    row_M, col_N = place_tile(program, M, N, BLOCK_M, BLOCK_N)
+    row_M, col_N = locate_tile(program, M, N, BLOCK_M, BLOCK_N)
     if EXPANSION is not None:
         # The first span adds what adapters do.
         slot_M = tl.load(expansion.slots_T + row_M, mask=(row_M < M) & (tl.program_id(1) == 0), other=-1)

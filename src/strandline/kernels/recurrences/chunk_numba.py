@@ -122,24 +122,24 @@ def load_values(address, dtype, first, stride, first_panel, end_panel, value_dim
     """Fill panels of tokens' values; channels past the last one are unchanged."""
     for token in range(num_tokens):
         for panel in range(first_panel, end_panel):
-            place = first + token * stride + panel * PANEL
+            offset = first + token * stride + panel * PANEL
             row = values + 4 * ((panel - first_panel) * CHUNK_TOKENS + token) * PANEL
             if (panel + 1) * PANEL <= value_dim:
-                load(address, dtype, place, floats(row, PANEL))
+                load(address, dtype, offset, floats(row, PANEL))
             else:
-                load(address, dtype, place, floats(row, value_dim - panel * PANEL))
+                load(address, dtype, offset, floats(row, value_dim - panel * PANEL))
 
 
 @helper
 def store_results(address, dtype, first, stride, first_panel, end_panel, value_dim, num_tokens, results):
     for token in range(num_tokens):
         for panel in range(first_panel, end_panel):
-            place = first + token * stride + panel * PANEL
+            offset = first + token * stride + panel * PANEL
             row = results + 4 * ((panel - first_panel) * CHUNK_TOKENS + token) * PANEL
             if (panel + 1) * PANEL <= value_dim:
-                store(address, dtype, place, floats(row, PANEL))
+                store(address, dtype, offset, floats(row, PANEL))
             else:
-                store(address, dtype, place, floats(row, value_dim - panel * PANEL))
+                store(address, dtype, offset, floats(row, value_dim - panel * PANEL))
 
 
 @helper

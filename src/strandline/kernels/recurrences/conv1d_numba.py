@@ -186,8 +186,8 @@ def _read_kernel(tasks):
     while task < args.num_tasks:
         if task < num_sequences:
             for row in range(num_rows):
-                place = (width + 1 + task * num_rows + row) * num_channels
-                copied = floats(args.rows + 4 * place, num_channels)
+                offset = (width + 1 + task * num_rows + row) * num_channels
+                copied = floats(args.rows + 4 * offset, num_channels)
                 _read_window(args, src[task], row, 0, copied)
         else:
             _read_taps(args, 0, num_channels, floats(args.rows, (width + 1) * num_channels), num_channels)
@@ -226,8 +226,8 @@ def _convolve(args, rows, taps, sums, y_row):
 def _write_window(args, slot, rows, first, size):
     """Write the window that lies at the beginning of ``rows``, unless its slot is none."""
     for row in range(args.width - 1 if slot != NULL_SLOT else 0):
-        place = slot * args.slot_stride + row * args.row_stride + first
-        store(args.windows, args.window_dtype, place, _row(rows, row, size))
+        offset = slot * args.slot_stride + row * args.row_stride + first
+        store(args.windows, args.window_dtype, offset, _row(rows, row, size))
 
 
 @kernel(LAYER + WEIGHTS + "is_silu x x_stride y src dst num_sequences")

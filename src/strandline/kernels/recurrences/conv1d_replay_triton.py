@@ -38,7 +38,7 @@ MAX_OTHERS = 2
 MAX_COLUMNS = 256
 """Most columns of such an input: one program handles all of them."""
 
-NO_PLACE = tl.constexpr(-1)
+NO_ENTRY = tl.constexpr(-1)
 
 TABLES = "conv1d_replay_triton"
 
@@ -74,19 +74,19 @@ def row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
     """Return where each row comes from, and where of the logs it goes; every layer takes the same.
 
     Returns:
-        int64 rows of the step, or ``-1 - place`` of the log; and places, or ``NO_PLACE``.
+        int64 rows of the step, or ``-1 - entry`` of the log; and entries, or ``NO_ENTRY``.
     """
-    if replay.source_R is not None and replay.place_R is not None:
-        return replay.source_R, replay.place_R
+    if replay.source_R is not None and replay.entry_R is not None:
+        return replay.source_R, replay.entry_R
     found = replay.derived.get(TABLES)
     if found is None:
         rows_T = replay.step_rows_T
         source_R = rows_T.new_empty(replay.num_rows)
         source_R.index_copy_(0, rows_T, torch.arange(len(rows_T), device=rows_T.device))
-        source_R.index_copy_(0, replay.logged_rows_Q, -1 - replay.logged_places_Q)
-        place_R = rows_T.new_full((replay.num_rows,), NO_PLACE.value)
-        place_R.index_copy_(0, rows_T.index_select(0, replay.draft_rows_K), replay.draft_places_K)
-        found = replay.derived[TABLES] = source_R, place_R
+        source_R.index_copy_(0, replay.logged_rows_Q, -1 - replay.logged_entries_Q)
+        entry_R = rows_T.new_full((replay.num_rows,), NO_ENTRY.value)
+        entry_R.index_copy_(0, rows_T.index_select(0, replay.draft_rows_K), replay.draft_entries_K)
+        found = replay.derived[TABLES] = source_R, entry_R
     return found
 
 
@@ -136,7 +136,7 @@ def _replay_kernel(
     out_1,
     out_2,
     source_ptr,
-    place_ptr,
+    entry_ptr,
     weight_ptr,
     bias_ptr,
     window_ptr,
@@ -173,7 +173,7 @@ def _replay_kernel(
     last_chunk = tl.maximum(end_chunk - 1, first_chunk)
     start = tl.load(starts_ptr + first_chunk)
     end = tl.load(starts_ptr + last_chunk) + tl.load(lengths_ptr + last_chunk)
-    tables = (source_ptr, place_ptr, start, end)
+    tables = (source_ptr, entry_ptr, start, end)
     if SIZE_1 > 0:
         is_for_first = block == CONV_BLOCKS
         if is_for_first:
@@ -204,7 +204,7 @@ def _replay_kernel(
             # Rows before the block, then its own: a thread has all rows of its channels.
             is_first = first_row == start
             rows = ()
-            places = ()
+            entries = ()
             for i in tl.static_range(W - 1 + ROWS):
                 row = first_row + (i - (W - 1))
                 is_row = (row >= start) & (row < end)
@@ -214,7 +214,7 @@ def _replay_kernel(
                 if i < W - 1:
                     row_C = tl.where(is_first, old[i], row_C)
                 else:
-                    places += (tl.load(place_ptr + row, mask=is_row, other=NO_PLACE),)
+                    entries += (tl.load(entry_ptr + row, mask=is_row, other=NO_ENTRY),)
                 rows += (row_C,)
             for i in tl.static_range(ROWS):
                 y_C = tl.zeros([BLOCK_C], tl.float32)
@@ -240,16 +240,18 @@ def _replay_kernel(
                         tl.store(new_ptrs, rows[i].to(window_ptr.dtype.element_ty), mask=is_channel_C & is_stored)
             if end - start <= ROWS:
                 for i in tl.static_range(ROWS):
-                    tl.store(log_ptr + places[i] * C + channel_C, rows[W - 1 + i], mask=is_channel_C & (places[i] >= 0))
+                    tl.store(
+                        log_ptr + entries[i] * C + channel_C, rows[W - 1 + i], mask=is_channel_C & (entries[i] >= 0)
+                    )
 
         if end - start > ROWS:
             # Later blocks read the log, too.
             tl.debug_barrier()
             for row in range(start, end):
-                place = tl.load(place_ptr + row)
+                entry = tl.load(entry_ptr + row)
                 draft_ptrs = x_ptr + tl.load(source_ptr + row) * x_row_stride + channel_C
-                draft_C = tl.load(draft_ptrs, mask=is_channel_C & (place >= 0), other=0.0)
-                tl.store(log_ptr + place * C + channel_C, draft_C, mask=is_channel_C & (place >= 0))
+                draft_C = tl.load(draft_ptrs, mask=is_channel_C & (entry >= 0), other=0.0)
+                tl.store(log_ptr + entry * C + channel_C, draft_C, mask=is_channel_C & (entry >= 0))
 
 
 @triton.jit
@@ -258,7 +260,7 @@ def _order_rows(
     log_ptr,
     out_ptr,
     source_ptr,
-    place_ptr,
+    entry_ptr,
     start,
     end,
     x_row_stride,
@@ -285,8 +287,8 @@ def _order_rows(
     tl.debug_barrier()
     for first_row in range(start, end, ORDERED):
         row_R = first_row + tl.arange(0, ORDERED)
-        place_R = tl.load(place_ptr + row_R, mask=row_R < end, other=NO_PLACE)
+        entry_R = tl.load(entry_ptr + row_R, mask=row_R < end, other=NO_ENTRY)
         source_R = tl.load(source_ptr + row_R, mask=row_R < end, other=0)
-        is_tile_RD = (place_R >= 0)[:, None] & is_column_D[None, :]
+        is_tile_RD = (entry_R >= 0)[:, None] & is_column_D[None, :]
         x_RD = tl.load(x_ptr + (source_R * x_row_stride)[:, None] + column_D[None, :], mask=is_tile_RD)
-        tl.store(log_ptr + (place_R * SIZE)[:, None] + column_D[None, :], x_RD, mask=is_tile_RD)
+        tl.store(log_ptr + (entry_R * SIZE)[:, None] + column_D[None, :], x_RD, mask=is_tile_RD)

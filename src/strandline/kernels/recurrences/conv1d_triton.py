@@ -81,8 +81,8 @@ def causal_conv1d_prefill(
         BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=NUM_WARPS,
     )  # fmt: skip
     num_sequences = chunks.num_sequences
-    num_places = num_sequences + (len(chunks.starts) if any(chunks.cut_slots) else 0)
-    _edges_kernel[(cdiv(num_channels, EDGE_BLOCK_C), num_places)](
+    num_programs = num_sequences + (len(chunks.starts) if any(chunks.cut_slots) else 0)
+    _edges_kernel[(cdiv(num_channels, EDGE_BLOCK_C), num_programs)](
         x_TC, weight_CW, bias_or_any_C, y_TC, window_SRC, *slots,
         chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C, num_sequences,
         *strides(window_SRC), **shared,
@@ -191,18 +191,18 @@ def _edges_kernel(
 
     The others: the window at a chunk's end, where that is a cut with W - 1 tokens before it.
     """
-    place = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(1).to(tl.int64)
     channel_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel_C = channel_C < C
-    if place < num_sequences:
-        first_chunk = tl.load(first_chunks_ptr + place)
-        end_chunk = tl.load(first_chunks_ptr + place + 1)
+    if index < num_sequences:
+        first_chunk = tl.load(first_chunks_ptr + index)
+        end_chunk = tl.load(first_chunks_ptr + index + 1)
         start = tl.load(starts_ptr + first_chunk)
         # An empty sequence begins at an empty chunk.
         last_chunk = tl.maximum(end_chunk - 1, first_chunk)
         num_tokens = tl.load(starts_ptr + last_chunk) + tl.load(lengths_ptr + last_chunk) - start
-        src = tl.load(src_ptr + place)
-        dst = tl.load(dst_ptr + place)
+        src = tl.load(src_ptr + index)
+        dst = tl.load(dst_ptr + index)
         x_ptrs = x_ptr + start * x_row_stride + channel_C
         old_ptrs = window_ptr + src * slot_stride + channel_C
         # The window, then the first tokens: row j of these is the input W - 1 - j before the sequence's start.
@@ -258,7 +258,7 @@ def _edges_kernel(
                     new_ptrs = window_ptr + slot * slot_stride + j * window_row_stride + channel_C
                     tl.store(new_ptrs, row_C.to(window_ptr.dtype.element_ty), mask=is_channel_C)
     else:
-        chunk = place - num_sequences
+        chunk = index - num_sequences
         slot = tl.load(cut_slots_ptr + chunk)
         if slot != 0:
             end = tl.load(starts_ptr + chunk) + tl.load(lengths_ptr + chunk)

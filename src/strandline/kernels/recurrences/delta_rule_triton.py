@@ -121,7 +121,7 @@ def _segment_of(
 
     Returns:
         The sequence, the segment's first chunk and end, its index, the number of the sequence's segments (0: the slot
-        is free), and the place of the sequence's first segment among those of divided sequences.
+        is free), and the index of the sequence's first segment among those of divided sequences.
     """
     index_N = tl.arange(0, BLOCK_N)
     is_sequence_N = index_N < num_sequences
@@ -138,11 +138,11 @@ def _segment_of(
     is_mine_N = index_N == sequence
     count = tl.sum(tl.where(is_mine_N, count_N, 0), 0)
     segment = slot - tl.sum(tl.where(is_mine_N, end_slot_N - slots_N, 0), 0)
-    first_place = tl.sum(tl.where(index_N < sequence, divided_N, 0), 0)
+    first_partial = tl.sum(tl.where(index_N < sequence, divided_N, 0), 0)
     first = tl.sum(tl.where(is_mine_N, first_N, 0), 0)
     end = first + tl.sum(tl.where(is_mine_N, num_chunks_N, 0), 0)
     first += segment * segment_chunks
-    return sequence, first, tl.minimum(first + segment_chunks, end), segment, count, first_place
+    return sequence, first, tl.minimum(first + segment_chunks, end), segment, count, first_partial
 
 
 @staged
@@ -201,7 +201,7 @@ def _advance_kernel(
     """Carry ``BLOCK_W`` columns of one head's state through the chunks of one segment of a sequence.
 
     Of divided sequences, ``partial`` has the state after every segment, as from zeros but for the first one; in the
-    place of the last one's it has the initial state. ``transitions`` has the matrices. The partial run writes both.
+    index of the last one's it has the initial state. ``transitions`` has the matrices. The partial run writes both.
 
     Without scales, these are in the keys and queries, and decays are a number per key channel.
     """
@@ -214,7 +214,7 @@ def _advance_kernel(
         if IS_PARTIAL:
             is_transition = slot >= 2 * num_segments
             slot = tl.where(is_transition, slot - 2 * num_segments, slot)
-        sequence, first, end, segment, count, first_place = _segment_of(
+        sequence, first, end, segment, count, first_partial = _segment_of(
             slot, first_chunks_ptr, lengths_ptr, num_sequences, num_segments, MIN_CHUNKS, BLOCK_N, IS_PARTIAL
         )
         if count == 0:
@@ -238,7 +238,7 @@ def _advance_kernel(
     initial_ptrs = state_ptr + src * stride_ss + in_slot_KW
     if IS_DIVIDED:
         in_partial_WK = value[:, None] * BLOCK_K + key[None, :]
-        partial_ptr += (first_place * H + head).to(tl.int64) * (BLOCK_V * BLOCK_K)
+        partial_ptr += (first_partial * H + head).to(tl.int64) * (BLOCK_V * BLOCK_K)
     if IS_PARTIAL:
         if first_value >= tl.where(is_transition, BLOCK_K, V):
             return
@@ -263,7 +263,7 @@ def _advance_kernel(
             transitions_ptr, [2 * num_segments * (H * P * BLOCK_K), BLOCK_K], [BLOCK_K, 1], [BLOCK_K, BLOCK_K]
         )
         for before in tl.range(1, segment, num_stages=1):
-            matrix = ((first_place + before) * H + head) * P
+            matrix = ((first_partial + before) * H + head) * P
             transition_KK = transition_tiles.load([matrix * BLOCK_K, 0])
             joined_WK = tl.load(partial_ptr + before * (H * BLOCK_V * BLOCK_K) + in_partial_WK)
             high_WK = state_WK.to(transition_KK.dtype)
@@ -293,12 +293,12 @@ def _advance_kernel(
         else:
             decay = tl.load(decay_ptr + (chunk * H + head).to(tl.int64) * BLOCK_K + key)[None, :]
         is_token = row < length
-        place = chunk * H + head
+        tile = chunk * H + head
         k_LK = k_tiles.load([start, key_head * stride_kg])
         v_LW = v_tiles.load([start, head * stride_vh + first_value])
-        write_LK = write_tiles.load([place * L, 0])
+        write_LK = write_tiles.load([tile * L, 0])
         if HAS_SCALES:
-            scale_ptrs = scales_ptr + place.to(tl.int64) * (2 * L) + row
+            scale_ptrs = scales_ptr + tile.to(tl.int64) * (2 * L) + row
             read_scale = tl.load(scale_ptrs)[None, :]
             query_scale = tl.load(scale_ptrs + L)[None, :]
         else:
@@ -307,7 +307,7 @@ def _advance_kernel(
         if not IS_PARTIAL:
             cut_slot = tl.load(cut_slots_ptr + chunk)
             q_LK = q_tiles.load([start, key_head * stride_qg])
-            attend_LL = attend_tiles.load([place * L, 0])
+            attend_LL = attend_tiles.load([tile * L, 0])
 
         operand_WK = state_WK.to(k_LK.dtype)
         read_WL = tl.dot(operand_WK, tl.trans(k_LK), input_precision=PRECISION)
@@ -333,7 +333,7 @@ def _advance_kernel(
     if IS_PARTIAL:
         if is_transition:
             high_WK = state_WK.to(transitions_ptr.dtype.element_ty)
-            matrix = (((first_place + segment) * H + head) * P).to(tl.int64)
+            matrix = (((first_partial + segment) * H + head) * P).to(tl.int64)
             transition_ptrs = transitions_ptr + matrix * (BLOCK_K * BLOCK_K) + in_partial_WK
             tl.store(transition_ptrs, high_WK, mask=(value < BLOCK_K)[:, None])
             if P == 2:
@@ -377,9 +377,9 @@ def advance(
     partial_JHVK = transitions_JHPKK = None
     if is_divided:
         # A divided sequence has less than twice as many segments as its share of all chunks.
-        places = 2 * num_segments, num_heads
-        partial_JHVK = torch.empty(*places, num_blocks * block_w, block_k, dtype=torch.float32, device=device)
-        transitions_JHPKK = torch.empty(*places, num_parts, block_k, block_k, dtype=k_TGK.dtype, device=device)
+        shape = 2 * num_segments, num_heads
+        partial_JHVK = torch.empty(*shape, num_blocks * block_w, block_k, dtype=torch.float32, device=device)
+        transitions_JHPKK = torch.empty(*shape, num_parts, block_k, block_k, dtype=k_TGK.dtype, device=device)
     if out_THV is None:
         out_THV = torch.empty(v_THV.shape, dtype=q_TGK.dtype, device=device)
     # The tiles' descriptions are made by the kernel: on the host they would take longer than the launch.

@@ -182,9 +182,9 @@ def weigh(log_decays, log_decay, weights):
     Decays are added, never subtracted: a weak one beside a strong one would be lost.
     """
     total = np.float64(log_decay)
-    for place in range(log_decays.size - 1, -1, -1):
-        weights[place] = np.float32(math.exp(total))
-        total += log_decays[place]
+    for entry in range(log_decays.size - 1, -1, -1):
+        weights[entry] = np.float32(math.exp(total))
+        total += log_decays[entry]
     return np.float32(math.exp(total))
 
 
@@ -214,9 +214,9 @@ def carry(source, target, carried, is_zero, keys, values, weights, key_dim):
             read = source[row * num_columns : (row + 1) * num_columns]
             for i in range(num_columns):
                 written[i] = carried * read[i]
-        for place in range(weights.size):
-            logged = values[place * num_columns : (place + 1) * num_columns]
-            factor = weights[place] * keys[place * key_dim + row]
+        for entry in range(weights.size):
+            logged = values[entry * num_columns : (entry + 1) * num_columns]
+            factor = weights[entry] * keys[entry * key_dim + row]
             for i in range(num_columns):
                 written[i] += factor * logged[i]
 
@@ -283,10 +283,10 @@ def _decode_kernel(tasks):
         for channel in range(value_dim):
             by_key[channel] *= carried
             by_query[channel] *= carried
-        for place in range(num_logged):
-            log_key = log_keys[place * key_dim : (place + 1) * key_dim]
-            log_value = log_values[place * value_dim : (place + 1) * value_dim]
-            _read_logged(log_key, log_value, weights[place], key, query, by_key, by_query)
+        for entry in range(num_logged):
+            log_key = log_keys[entry * key_dim : (entry + 1) * key_dim]
+            log_value = log_values[entry * value_dim : (entry + 1) * value_dim]
+            _read_logged(log_key, log_value, weights[entry], key, query, by_key, by_query)
         for channel in range(value_dim):
             delta = (value[channel] - by_key[channel]) * beta
             value[channel] = delta

@@ -62,10 +62,10 @@ def _decode(
     state_SHKV: Tensor,
     slots: Slots,
     log: tuple[Tensor | None, ...],
-    num_places: int,
+    num_entries: int,
     launch: DecodeLaunch,
 ) -> Tensor:
-    """Launch the kernel; with no places in a log, without logs."""
+    """Launch the kernel; with no entries in a log, without logs."""
     *tensors, max_beta = inputs
     q_NGK, k_NGK, v_NHV, a_NH, b_NH, _, _ = tensors
     num_sequences, num_heads, value_dim = v_NHV.shape
@@ -84,7 +84,7 @@ def _decode(
         H=num_heads,
         K=key_dim,
         V=value_dim,
-        L=num_places,
+        L=num_entries,
         BLOCK_K=next_power_of_2(key_dim),
         BLOCK_V=block_v,
         SCALE=key_dim**-0.5,

@@ -13,7 +13,7 @@ Invariants: a sequence without a ``dst``, because it has ended, changes neither 
 a log at once has zeros past its end; no other version reads there, nor do folds.
 
 Shape suffixes: N sequences, X two rows per token (key, query), G key heads, H value heads (a multiple of G), K key
-channels, V value channels, S slots, J logs, L places of a log, R layers.
+channels, V value channels, S slots, J logs, L entries of a log, R layers.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def gdn_decode_logged(
 
     delta_NHV = (v_NHV - read_NHXV[:, :, 0]) * beta_NH.unsqueeze(-1)
     overlap_NH1 = torch.linalg.vecdot(key_query_NHXK[:, :, 0], key_query_NHXK[:, :, 1]).unsqueeze(-1)
-    log_N, place_N = logs.log_N.masked_fill(dst_N == NULL_SLOT, NULL_LOG), logs.len_N
+    log_N, index_N = logs.log_N.masked_fill(dst_N == NULL_SLOT, NULL_LOG), logs.len_N
     if any(logs.num_folded):
         for i, (src, dst, num_tokens) in enumerate(zip(srcs, dst_N.tolist(), logs.lens, strict=True)):
             if logs.num_folded[i] and dst != NULL_SLOT:
@@ -99,10 +99,10 @@ def gdn_decode_logged(
                 state_HKV.baddbmm_(key_query_NHXK[i, :, :1].transpose(1, 2), delta_NHV[i].unsqueeze(1))
                 state_SHKV[dst] = state_HKV
         is_folded_N = logs.num_folded_N > 0
-        log_N, place_N = log_N.masked_fill_(is_folded_N, NULL_LOG), place_N.masked_fill(is_folded_N, 0)
-    memory.key_JGLK[log_N, :, place_N] = key_query_NGXK[:, :, 0]
-    memory.value_JHLV[log_N, :, place_N] = delta_NHV
-    memory.decay_JHL[log_N, :, place_N] = log_decay_NH
+        log_N, index_N = log_N.masked_fill_(is_folded_N, NULL_LOG), index_N.masked_fill(is_folded_N, 0)
+    memory.key_JGLK[log_N, :, index_N] = key_query_NGXK[:, :, 0]
+    memory.value_JHLV[log_N, :, index_N] = delta_NHV
+    memory.decay_JHL[log_N, :, index_N] = log_decay_NH
     return torch.addcmul(read_NHXV[:, :, 1], overlap_NH1, delta_NHV).to(q_NGK.dtype)
 
 
@@ -155,8 +155,8 @@ def remaining_weights(decay_XHL: Tensor, log_decay_XH1: Tensor | None = None) ->
 
     Decays are added, never subtracted: a weak one beside a strong one would be lost.
     """
-    places = decay_XHL.shape[-1]
-    is_later_LL = decay_XHL.new_ones(places, places).tril_(-1)
+    num_entries = decay_XHL.shape[-1]
+    is_later_LL = decay_XHL.new_ones(num_entries, num_entries).tril_(-1)
     exponent_XHL = decay_XHL @ is_later_LL
     if log_decay_XH1 is not None:
         exponent_XHL += log_decay_XH1

@@ -20,7 +20,7 @@ FOLD_BLOCK_V, FOLD_WARPS = 32, 1
 def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tensor, len_N: Tensor) -> None:
     """As ``gdn_log.gdn_fold``: one launch."""
     num_layers, _, num_heads, key_dim, value_dim = state_RSHKV.shape
-    num_logs, num_key_heads, num_places = memory.key_JGLK.shape[1:4]
+    num_logs, num_key_heads, num_entries = memory.key_JGLK.shape[1:4]
     block_v = min(FOLD_BLOCK_V, next_power_of_2(value_dim))
     # In one dimension: others of a launch have 65,535 programs at most, fewer than many sequences have heads.
     _fold_kernel[(cdiv(value_dim, block_v) * num_heads * len(slot_N), num_layers)](
@@ -38,7 +38,7 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
         H=num_heads,
         K=key_dim,
         V=value_dim,
-        L=num_places,
+        L=num_entries,
         BLOCK_K=next_power_of_2(key_dim),
         BLOCK_V=block_v,
         num_warps=FOLD_WARPS,
@@ -92,17 +92,17 @@ def _fold_kernel(
 @triton.jit
 def load_logged(ptrs_X, is_in_X, stride: tl.constexpr, length, L: tl.constexpr):
     """Return a log's keys or values, ``[L, X]``, given the address of its first entry."""
-    place_L = tl.arange(0, L)
-    mask_LX = (place_L < length)[:, None] & is_in_X[None, :]
-    return tl.load(ptrs_X[None, :] + place_L[:, None] * stride, mask=mask_LX, other=0.0)
+    index_L = tl.arange(0, L)
+    mask_LX = (index_L < length)[:, None] & is_in_X[None, :]
+    return tl.load(ptrs_X[None, :] + index_L[:, None] * stride, mask=mask_LX, other=0.0)
 
 
 @triton.jit
 def weights_of_logged(decays_ptr, length, log_decay, L: tl.constexpr):
     """Return the remaining weight of each logged write and of the committed state, after one more decay."""
-    place_L = tl.arange(0, L)
-    decay_L = tl.load(decays_ptr + place_L, mask=place_L < length, other=0.0)
-    is_later_LL = place_L[None, :] > place_L[:, None]
+    index_L = tl.arange(0, L)
+    decay_L = tl.load(decays_ptr + index_L, mask=index_L < length, other=0.0)
+    is_later_LL = index_L[None, :] > index_L[:, None]
     # Added, never subtracted: a weak decay beside a strong one would be lost.
     after_L = tl.sum(tl.where(is_later_LL, decay_L[None, :], 0.0), 1)
     return tl.exp(after_L + log_decay), tl.exp(tl.sum(decay_L, 0) + log_decay)
@@ -113,10 +113,10 @@ def add_logged(
     state_KV, key_ptrs_K, is_row_K, K: tl.constexpr, value_ptrs_V, is_column_V, V: tl.constexpr, weight_L, length
 ):
     """Add a log to a state, token by token: it is read from the cache, and takes no registers but for one token."""
-    place_L = tl.arange(0, weight_L.shape[0])
+    index_L = tl.arange(0, weight_L.shape[0])
     for i in range(length):
         key_K = tl.load(key_ptrs_K + i * K, mask=is_row_K, other=0.0)
         value_V = tl.load(value_ptrs_V + i * V, mask=is_column_V, other=0.0)
-        value_V *= tl.sum(tl.where(place_L == i, weight_L, 0.0), 0)
+        value_V *= tl.sum(tl.where(index_L == i, weight_L, 0.0), 0)
         state_KV += key_K[:, None] * value_V[None, :]
     return state_KV

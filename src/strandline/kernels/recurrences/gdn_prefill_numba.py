@@ -192,10 +192,10 @@ def _kernel(tasks):
         for chunk in range(first_chunks[sequence], first_chunks[sequence + 1]):
             start, length = starts[chunk], lengths[chunk]
             is_first, is_last = chunk == first_chunks[sequence], chunk + 1 == first_chunks[sequence + 1]
-            place, scale = key_head * key_dim, 1.0 / np.sqrt(np.float64(key_dim))
-            _load_normalised(args.k, dtype, start * args.k_stride + place, args.k_stride, 1.0, keys, length, key_dim)
+            offset, scale = key_head * key_dim, 1.0 / np.sqrt(np.float64(key_dim))
+            _load_normalised(args.k, dtype, start * args.k_stride + offset, args.k_stride, 1.0, keys, length, key_dim)
             _load_normalised(
-                args.q, dtype, start * args.q_stride + place, args.q_stride, scale, queries, length, key_dim
+                args.q, dtype, start * args.q_stride + offset, args.q_stride, scale, queries, length, key_dim
             )
             transpose(keys, length, key_dim, key_panels)
             key_rows, query_rows = keys.ctypes.data, queries.ctypes.data

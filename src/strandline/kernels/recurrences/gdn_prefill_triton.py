@@ -163,20 +163,20 @@ def _prepare_kernel(
     to_end = tl.exp2((total - sum_L).to(tl.float32))
     ending_LL = solve_LL * (to_end * k_factor)[:, None]
     write_LK = tl.dot(tl.trans(ending_LL.to(k_LK.dtype)), k_LK, input_precision=PRECISION)
-    place = (chunk * H + head).to(tl.int64)
-    write_ptrs = write_ptr + place * (L * BLOCK_K) + (row[:, None] * BLOCK_K + column[None, :])
+    tile = (chunk * H + head).to(tl.int64)
+    write_ptrs = write_ptr + tile * (L * BLOCK_K) + (row[:, None] * BLOCK_K + column[None, :])
     tl.store(write_ptrs, write_LK.to(k_LK.dtype))
 
     # The queries' product comes this late for the registers: the inverse needs them all.
     queries_LL = tl.dot(q_LK, tl.trans(k_LK), input_precision=PRECISION)
     weights_LL = queries_LL * decays_LL * q_factor[:, None]
     attend_LL = tl.dot(weights_LL.to(k_LK.dtype), solve_LL.to(k_LK.dtype), input_precision=PRECISION)
-    tl.store(attend_ptr + place * (L * L) + (row[:, None] * L + row[None, :]), attend_LL.to(k_LK.dtype))
+    tl.store(attend_ptr + tile * (L * L) + (row[:, None] * L + row[None, :]), attend_LL.to(k_LK.dtype))
     from_start = tl.exp2(high)
-    scale_ptrs = scales_ptr + place * (2 * L) + row
+    scale_ptrs = scales_ptr + tile * (2 * L) + row
     tl.store(scale_ptrs, from_start * k_factor)
     tl.store(scale_ptrs + L, from_start * q_factor)
-    tl.store(decay_ptr + place, tl.exp2(total.to(tl.float32)))
+    tl.store(decay_ptr + tile, tl.exp2(total.to(tl.float32)))
 
 
 def gdn_prefill(

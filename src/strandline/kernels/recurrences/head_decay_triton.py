@@ -359,9 +359,9 @@ def prefill(
     )  # fmt: skip
     partial_NJHKV = left_NJH = None
     if num_segments > 1:
-        places = num_sequences, num_segments, num_heads
-        partial_NJHKV = torch.empty(*places, key_dim, value_dim, dtype=torch.float32, device=device)
-        left_NJH = torch.empty(places, dtype=torch.float32, device=device)
+        shape = num_sequences, num_segments, num_heads
+        partial_NJHKV = torch.empty(*shape, key_dim, value_dim, dtype=torch.float32, device=device)
+        left_NJH = torch.empty(shape, dtype=torch.float32, device=device)
     out_THV = torch.empty(v_THV.shape, dtype=v_THV.dtype, device=device)
     for num_parts, constants in runs(num_segments):
         _advance_kernel[(cdiv(value_dim, block_w), num_heads, num_sequences * num_parts)](

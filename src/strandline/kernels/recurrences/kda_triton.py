@@ -264,8 +264,8 @@ def _prepare_kernel(
     dt_bias_ptr += head * K
     scaled_q_ptr += (start * H + head) * BLOCK_K
     scaled_k_ptr += (start * H + head) * BLOCK_K
-    place = (chunk * H + head).to(tl.int64)
-    write_ptr += place * (L * BLOCK_K)
+    tile = (chunk * H + head).to(tl.int64)
+    write_ptr += tile * (L * BLOCK_K)
     dtype = scaled_q_ptr.dtype.element_ty
     rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
 
@@ -292,7 +292,7 @@ def _prepare_kernel(
         bias_K = tl.load(dt_bias_ptr + key_K, mask=key_K < K, other=0.0).to(tl.float32)
         sum_LK = _sum_log2_decays(f_LK, bias_K, rate, is_token_L[:, None], LOWER_BOUND)
         last_K = _row_of(sum_LK, L - 1, row_L)
-        tl.store(decay_ptr + place * BLOCK_K + key_K, tl.exp2(last_K))
+        tl.store(decay_ptr + tile * BLOCK_K + key_K, tl.exp2(last_K))
         from_start_LK = fast_exp2(sum_LK)
         scaled_LK = row_L[:, None] * (H * BLOCK_K) + key_K[None, :]
         scaled_q_LK = (q_LK.to(tl.float32) * q_factor_L[:, None] * from_start_LK).to(dtype)
@@ -310,7 +310,7 @@ def _prepare_kernel(
     minus_system_LL = keys_LL * (-k_factor_L * beta_L)[:, None] * k_factor_L[None, :]
     solve_LL = inverse_unit_lower(minus_system_LL, L, INVERSE, PRECISION) * beta_L[None, :]
     attend_LL = tl.dot(weights_LL, solve_LL.to(dtype), input_precision=PRECISION)
-    tl.store(attend_ptr + place * (L * L) + (row_L[:, None] * L + row_L[None, :]), attend_LL.to(dtype))
+    tl.store(attend_ptr + tile * (L * L) + (row_L[:, None] * L + row_L[None, :]), attend_LL.to(dtype))
     ending_LL = tl.trans((solve_LL * k_factor_L[:, None]).to(dtype))
     tl.debug_barrier()
     for first in tl.range(0, BLOCK_K, BLOCK_S, num_stages=1):

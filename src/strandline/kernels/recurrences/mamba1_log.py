@@ -8,11 +8,11 @@ A step either appends its token to the log or folds: log and token together. Whi
 (``LogBatch.num_folded_N``); it must fold where the log is full or the null log, and where the state moves to another
 slot.
 
-Invariants: the places past a log's end are not read; a sequence that has no ``dst``, because it has ended, changes
+Invariants: entries past a log's end are not read; a sequence that has no ``dst``, because it has ended, changes
 neither state nor log.
 
 Shape suffixes: N sequences, M successive tokens of one, V channels, K dimensions of a channel's state, S slots, J logs,
-L places of a log, R layers.
+L entries of a log, R layers.
 """
 
 from dataclasses import dataclass
@@ -77,8 +77,8 @@ def mamba1_decode_logged(
         if dst != NULL_SLOT and num_folded:
             state_SVK[dst] = states_MVK[-1]
         elif dst != NULL_SLOT:
-            for place, now in zip(memory.tokens(log, num_logged + 1), new, strict=True):
-                place[num_logged] = now[i]
+            for entries, now in zip(memory.tokens(log, num_logged + 1), new, strict=True):
+                entries[num_logged] = now[i]
     return out_NV
 
 

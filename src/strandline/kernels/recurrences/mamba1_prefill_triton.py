@@ -57,9 +57,9 @@ def mamba1_prefill(
     out_TV = torch.empty(x_TV.shape, dtype=x_TV.dtype, device=x_TV.device)
     partial_NJKV = step_NJV = None
     if num_segments > 1:
-        places = num_sequences, num_segments
-        partial_NJKV = torch.empty(*places, state_dim, num_channels, dtype=torch.float32, device=x_TV.device)
-        step_NJV = torch.empty(*places, num_channels, dtype=torch.float32, device=x_TV.device)
+        shape = num_sequences, num_segments
+        partial_NJKV = torch.empty(*shape, state_dim, num_channels, dtype=torch.float32, device=x_TV.device)
+        step_NJV = torch.empty(*shape, num_channels, dtype=torch.float32, device=x_TV.device)
     block_v = 32 * LAUNCH.num_warps
     for num_parts, constants in runs(num_segments):
         _walk_kernel[(cdiv(num_channels, block_v), num_sequences * num_parts)](
@@ -130,10 +130,10 @@ def _walk_kernel(
     is_V = channel_V < V
     is_K = state_K < K
     is_VK = is_V[:, None] & is_K[None, :]
-    place_VK = (channel_V[:, None] * K + state_K[None, :]) * element_stride
+    offset_VK = (channel_V[:, None] * K + state_K[None, :]) * element_stride
     in_partial_VK = (state_K[None, :] * V + channel_V[:, None]) * element_stride
     first, end = chunks_of_segment(first_chunks_ptr, lengths_ptr, sequence, segment, num_segments, IS_DIVIDED)
-    rate_VK = -tl.exp(tl.load(A_log_ptr + place_VK, mask=is_VK, other=0.0).to(tl.float32)) * LOG2_E
+    rate_VK = -tl.exp(tl.load(A_log_ptr + offset_VK, mask=is_VK, other=0.0).to(tl.float32)) * LOG2_E
     dt_bias_V = tl.load(dt_bias_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
     D_V = tl.load(D_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
     if IS_DIVIDED:
@@ -141,7 +141,7 @@ def _walk_kernel(
         step_ptr += sequence * num_segments * V
     if IS_PARTIAL:
         if segment == 0:
-            before_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, place_VK, is_VK)
+            before_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, offset_VK, is_VK)
             tl.store(partial_ptr + in_partial_VK, before_VK, mask=is_VK)
         state_VK = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     elif IS_DIVIDED:
@@ -151,7 +151,7 @@ def _walk_kernel(
             step_V = tl.load(step_ptr + before * V + channel_V, mask=is_V, other=0.0)
             state_VK = _advance(state_VK, step_V, rate_VK, partial_VK)
     else:
-        state_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, place_VK, is_VK)
+        state_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, offset_VK, is_VK)
 
     sum_V = tl.zeros([BLOCK_V], tl.float32)
     # The next chunk's length is known a step ahead, so that its loads wait for no other load.
@@ -192,7 +192,7 @@ def _walk_kernel(
                     out_ptrs = out_ptr + token * V + channel_V
                     tl.store(out_ptrs, out_V.to(out_ptr.dtype.element_ty), mask=is_V & is_token)
         if not IS_PARTIAL:
-            store_state(state_ptr, cut_slot, slot_stride, place_VK, is_VK, state_VK)
+            store_state(state_ptr, cut_slot, slot_stride, offset_VK, is_VK, state_VK)
         start += length
         length = next_length
 
@@ -200,7 +200,7 @@ def _walk_kernel(
         tl.store(partial_ptr + (segment + 1) * (K * V) + in_partial_VK, state_VK, mask=is_VK)
         tl.store(step_ptr + (segment + 1) * V + channel_V, sum_V, mask=is_V)
     elif segment == num_parts - 1:
-        store_state(state_ptr, tl.load(dst_ptr + sequence), slot_stride, place_VK, is_VK, state_VK)
+        store_state(state_ptr, tl.load(dst_ptr + sequence), slot_stride, offset_VK, is_VK, state_VK)
 
 
 @triton.jit

@@ -4,8 +4,8 @@ A program advances some channels of a sequence by a token, behind those that are
 logged and what is folded changes no bit. It reads states and logs before the launch ahead of it has ended.
 
 Invariants: channels do not depend on each other. Several programs read a log's ``B``, and one of them writes it: to a
-place that no other one reads, since a step that folds appends nothing. No sequence's ``src`` may be the ``dst`` of
-another one. Of places past a log's end, nothing reaches a state.
+entry that no other one reads, since a step that folds appends nothing. No sequence's ``src`` may be the ``dst`` of
+another one. Of entries past a log's end, nothing reaches a state.
 
 Shape suffixes: as in ``mamba1_log.py``.
 """
@@ -79,9 +79,9 @@ def mamba1_fold(
 
 
 @triton.jit
-def _rates(A_log_ptr, place_VK, is_VK):
+def _rates(A_log_ptr, offset_VK, is_VK):
     """Return what the log2 decay is of a time step of 1."""
-    return -tl.exp(tl.load(A_log_ptr + place_VK, mask=is_VK, other=0.0).to(tl.float32)) * LOG2_E
+    return -tl.exp(tl.load(A_log_ptr + offset_VK, mask=is_VK, other=0.0).to(tl.float32)) * LOG2_E
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def _advance(state_VK, step_V, input_V, B_K, rate_VK):
 @triton.jit
 def _walk_log(state_VK, rate_VK, steps_ptr, inputs_ptr, Bs_ptr, log, length, channel_V, state_K, is_V, is_K, L, V, K):
     """Return the state after the tokens of a log."""
-    for place in range(length):
-        entry = log * L + place
+    for index in range(length):
+        entry = log * L + index
         step_V = tl.load(steps_ptr + entry * V + channel_V, mask=is_V, other=0.0)
         input_V = tl.load(inputs_ptr + entry * V + channel_V, mask=is_V, other=0.0)
         B_K = tl.load(Bs_ptr + entry * K + state_K, mask=is_K, other=0.0)
@@ -153,10 +153,10 @@ def _decode_kernel(
     is_V = channel_V < V
     is_K = state_K < K
     is_VK = is_V[:, None] & is_K[None, :]
-    place_VK = channel_V[:, None] * K + state_K[None, :]
+    offset_VK = channel_V[:, None] * K + state_K[None, :]
     dst = tl.load(dst_ptr + sequence)
-    state_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, place_VK, is_VK)
-    rate_VK = _rates(A_log_ptr, place_VK, is_VK)
+    state_VK = load_state(state_ptr, tl.load(src_ptr + sequence), slot_stride, offset_VK, is_VK)
+    rate_VK = _rates(A_log_ptr, offset_VK, is_VK)
     D_V = tl.load(D_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
     dt_bias_V = tl.load(dt_bias_ptr + channel_V, mask=is_V, other=0.0).to(tl.float32)
     if L > 0:
@@ -180,7 +180,7 @@ def _decode_kernel(
     out_V = _read(state_VK, C_K, x_V, z_V, D_V)
     tl.store(out_ptr + sequence * V + channel_V, out_V.to(out_ptr.dtype.element_ty), mask=is_V)
     if L == 0 or num_folded != 0:
-        store_state(state_ptr, dst, slot_stride, place_VK, is_VK, state_VK)
+        store_state(state_ptr, dst, slot_stride, offset_VK, is_VK, state_VK)
     elif dst != 0:
         entry = log * L + length
         tl.store(steps_ptr + entry * V + channel_V, step_V, mask=is_V)
@@ -218,11 +218,11 @@ def _fold_kernel(
     is_V = channel_V < V
     is_K = state_K < K
     is_VK = is_V[:, None] & is_K[None, :]
-    place_VK = channel_V[:, None] * K + state_K[None, :]
+    offset_VK = channel_V[:, None] * K + state_K[None, :]
     state_ptr += layer * state_layer_stride
     slot = tl.load(slot_ptr + sequence)
-    state_VK = load_state(state_ptr, slot, slot_stride, place_VK, is_VK)
-    rate_VK = _rates(A_log_ptr + layer * A_log_layer_stride, place_VK, is_VK)
+    state_VK = load_state(state_ptr, slot, slot_stride, offset_VK, is_VK)
+    rate_VK = _rates(A_log_ptr + layer * A_log_layer_stride, offset_VK, is_VK)
     state_VK = _walk_log(
         state_VK,
         rate_VK,
@@ -239,4 +239,4 @@ def _fold_kernel(
         V,
         K,
     )
-    store_state(state_ptr, slot, slot_stride, place_VK, is_VK, state_VK)
+    store_state(state_ptr, slot, slot_stride, offset_VK, is_VK, state_VK)

@@ -4,7 +4,7 @@ The log is that of ``gdn_log.py``: Mamba-2's state after a token, too, is the de
 written value. Here the key is the token's input projection ``B``, and the value is ``dt x``. What a step does with a
 log, and its invariants, are stated there; ``gdn_fold`` folds.
 
-Shape suffixes: as in ``mamba2.py``, and J logs, L places of a log, M logged tokens of one sequence.
+Shape suffixes: as in ``mamba2.py``, and J logs, L entries of a log, M logged tokens of one sequence.
 """
 
 import torch

@@ -13,7 +13,7 @@ tiles ahead, take longer (``docs/decisions/0008-log-of-decoded-tokens.md``).
 Invariants: no program reads a log entry that another one writes, as a step that folds appends nothing; entries past a
 log's end are not read. No sequence's ``src`` may be another sequence's ``dst``.
 
-Shape suffixes: as in ``head_decay_triton.py``; L places of a log.
+Shape suffixes: as in ``head_decay_triton.py``; L entries of a log.
 """
 # mypy: ignore-errors
 
@@ -118,8 +118,8 @@ def _advance(
         state_KV *= carried
         state_KV = add_logged(state_KV, key_ptrs_K, is_row_K, K, value_ptrs_V, is_column_V, V, weight_L, length)
         state_KV += k_K[:, None] * written_V[None, :]
-        place_KV = head * (K * V) + row_K[:, None] * V + column_V[None, :]
-        store_state(state_ptr, dst, slot_stride, place_KV, is_row_K[:, None] & is_column_V[None, :], state_KV)
+        offset_KV = head * (K * V) + row_K[:, None] * V + column_V[None, :]
+        store_state(state_ptr, dst, slot_stride, offset_KV, is_row_K[:, None] & is_column_V[None, :], state_KV)
     elif dst != 0:
         is_first = first_column == 0
         tl.store(value_ptrs_V + length * V, written_V, mask=is_column_V)

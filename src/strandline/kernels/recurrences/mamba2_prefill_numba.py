@@ -170,9 +170,9 @@ def _prefill_kernel(tasks):
         for chunk in range(first_chunks[sequence], first_chunks[sequence + 1]):
             start, length = starts[chunk], lengths[chunk]
             is_first, is_last = chunk == first_chunks[sequence], chunk + 1 == first_chunks[sequence + 1]
-            place = group * state_dim
-            _load_rows(args.B, dtype, start * args.B_stride + place, args.B_stride, length, state_dim, B)
-            _load_rows(args.C, dtype, start * args.C_stride + place, args.C_stride, length, state_dim, C)
+            offset = group * state_dim
+            _load_rows(args.B, dtype, start * args.B_stride + offset, args.B_stride, length, state_dim, B)
+            _load_rows(args.C, dtype, start * args.C_stride + offset, args.C_stride, length, state_dim, C)
             transpose(B, length, state_dim, B_panels)
             multiply_tokens(C.ctypes.data, B_panels.ctypes.data, length, state_dim, products.ctypes.data)
 

@@ -7,7 +7,7 @@ a cut; what comes behind drafts is written nowhere. The inputs of the step's dra
 
 So rejected drafts leave no trace: the log ends before them, and the next step overwrites them.
 
-Shape suffixes: T rows of the step's prefills, R the same and those replayed, J places of all logs; X stands for the
+Shape suffixes: T rows of the step's prefills, R the same and those replayed, J entries of all logs; X stands for the
 further dimensions of any tensor.
 """
 
@@ -56,9 +56,9 @@ def _with_logged(replay: ReplayBatch, log_JX: Tensor, inputs_TX: Tensor) -> Tens
     inputs_RX = inputs_TX.new_empty(replay.num_rows, *inputs_TX.shape[1:])
     inputs_RX.index_copy_(0, replay.step_rows_T, inputs_TX)
     if len(replay.logged_rows_Q):
-        inputs_RX.index_copy_(0, replay.logged_rows_Q, log_JX.index_select(0, replay.logged_places_Q))
+        inputs_RX.index_copy_(0, replay.logged_rows_Q, log_JX.index_select(0, replay.logged_entries_Q))
     if len(replay.draft_rows_K):
-        log_JX.index_copy_(0, replay.draft_places_K, inputs_TX.index_select(0, replay.draft_rows_K))
+        log_JX.index_copy_(0, replay.draft_entries_K, inputs_TX.index_select(0, replay.draft_rows_K))
     return inputs_RX
 
 

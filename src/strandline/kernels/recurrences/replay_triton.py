@@ -27,7 +27,7 @@ def _copy_row(from_ptr, to_ptr, from_row, to_row, from_stride, to_stride, size, 
 # Where slices of small tables start must not ask for a kernel to be compiled anew.
 @triton.jit(
     do_not_specialize=["num_step_rows"],
-    do_not_specialize_on_alignment=["step_rows_ptr", "logged_rows_ptr", "logged_places_ptr"],
+    do_not_specialize_on_alignment=["step_rows_ptr", "logged_rows_ptr", "logged_entries_ptr"],
 )
 def _insert_kernel(
     inputs_0,
@@ -47,12 +47,12 @@ def _insert_kernel(
     stride_2,
     step_rows_ptr,
     logged_rows_ptr,
-    logged_places_ptr,
+    logged_entries_ptr,
     num_step_rows,
     NUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy a row of the step, or a logged one, to its place among all rows."""
+    """Copy a row of the step, or a logged one, to its row among all."""
     row = tl.program_id(0).to(tl.int64)
     if row < num_step_rows:
         to_row = tl.load(step_rows_ptr + row)
@@ -62,16 +62,16 @@ def _insert_kernel(
         if NUM > 2:
             _copy_row(inputs_2, out_2, row, to_row, stride_2, size_2, size_2, BLOCK)
     else:
-        place = tl.load(logged_places_ptr + row - num_step_rows)
+        entry = tl.load(logged_entries_ptr + row - num_step_rows)
         to_row = tl.load(logged_rows_ptr + row - num_step_rows)
-        _copy_row(log_0, out_0, place, to_row, size_0, size_0, size_0, BLOCK)
+        _copy_row(log_0, out_0, entry, to_row, size_0, size_0, size_0, BLOCK)
         if NUM > 1:
-            _copy_row(log_1, out_1, place, to_row, size_1, size_1, size_1, BLOCK)
+            _copy_row(log_1, out_1, entry, to_row, size_1, size_1, size_1, BLOCK)
         if NUM > 2:
-            _copy_row(log_2, out_2, place, to_row, size_2, size_2, size_2, BLOCK)
+            _copy_row(log_2, out_2, entry, to_row, size_2, size_2, size_2, BLOCK)
 
 
-@triton.jit(do_not_specialize_on_alignment=["draft_rows_ptr", "draft_places_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["draft_rows_ptr", "draft_entries_ptr"])
 def _log_kernel(
     inputs_0,
     inputs_1,
@@ -86,19 +86,19 @@ def _log_kernel(
     stride_1,
     stride_2,
     draft_rows_ptr,
-    draft_places_ptr,
+    draft_entries_ptr,
     NUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy a draft's row to the log."""
     draft = tl.program_id(0)
     row = tl.load(draft_rows_ptr + draft)
-    place = tl.load(draft_places_ptr + draft)
-    _copy_row(inputs_0, log_0, row, place, stride_0, size_0, size_0, BLOCK)
+    entry = tl.load(draft_entries_ptr + draft)
+    _copy_row(inputs_0, log_0, row, entry, stride_0, size_0, size_0, BLOCK)
     if NUM > 1:
-        _copy_row(inputs_1, log_1, row, place, stride_1, size_1, size_1, BLOCK)
+        _copy_row(inputs_1, log_1, row, entry, stride_1, size_1, size_1, BLOCK)
     if NUM > 2:
-        _copy_row(inputs_2, log_2, row, place, stride_2, size_2, size_2, BLOCK)
+        _copy_row(inputs_2, log_2, row, entry, stride_2, size_2, size_2, BLOCK)
 
 
 def insert_logged(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -124,11 +124,11 @@ def _insert(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: list[Tensor], 
     if num_rows:
         _insert_kernel[(num_rows, num_blocks)](
             *inputs_3, *log_3, *out_3, *sizes, *strides,
-            replay.step_rows_T, replay.logged_rows_Q, replay.logged_places_Q, num_step_rows,
+            replay.step_rows_T, replay.logged_rows_Q, replay.logged_entries_Q, num_step_rows,
             NUM=count, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     if num_drafts:
         _log_kernel[(num_drafts, num_blocks)](
-            *inputs_3, *log_3, *sizes, *strides, replay.draft_rows_K, replay.draft_places_K,
+            *inputs_3, *log_3, *sizes, *strides, replay.draft_rows_K, replay.draft_entries_K,
             NUM=count, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -58,8 +58,8 @@ def rglru_prefill(
     out_TV = torch.empty(x_TV.shape, dtype=x_TV.dtype, device=x_TV.device)
     partial_NJV = decay_NJV = None
     if num_segments > 1:
-        places = num_sequences, num_segments, num_channels
-        partial_NJV, decay_NJV = (torch.empty(places, dtype=torch.float32, device=x_TV.device) for _ in range(2))
+        shape = num_sequences, num_segments, num_channels
+        partial_NJV, decay_NJV = (torch.empty(shape, dtype=torch.float32, device=x_TV.device) for _ in range(2))
     for num_parts, constants in runs(num_segments):
         _walk_kernel[(cdiv(num_channels, LAUNCH.block_v), num_sequences * num_parts)](
             *inputs, out_TV, state_SV, partial_NJV, decay_NJV, *slots,
@@ -145,9 +145,9 @@ def _walk_kernel(
             decays = ()
             for ahead in tl.static_range(ROWS):
                 is_before_V = is_V & (before + ahead <= segment)
-                place_V = (before + ahead) * V + channel_V
-                partials += (tl.load(partial_ptr + place_V, mask=is_before_V, other=0.0),)
-                decays += (tl.load(decay_ptr + place_V, mask=is_before_V, other=1.0),)
+                offset_V = (before + ahead) * V + channel_V
+                partials += (tl.load(partial_ptr + offset_V, mask=is_before_V, other=0.0),)
+                decays += (tl.load(decay_ptr + offset_V, mask=is_before_V, other=1.0),)
             for ahead in tl.static_range(ROWS):
                 state_V = decays[ahead] * state_V + partials[ahead]
     else:
@@ -187,9 +187,9 @@ def _walk_kernel(
         length = next_length
 
     if IS_PARTIAL:
-        place_V = (segment + 1) * V + channel_V
-        tl.store(partial_ptr + place_V, state_V, mask=is_V)
-        tl.store(decay_ptr + place_V, left_V, mask=is_V)
+        offset_V = (segment + 1) * V + channel_V
+        tl.store(partial_ptr + offset_V, state_V, mask=is_V)
+        tl.store(decay_ptr + offset_V, left_V, mask=is_V)
     elif segment == num_parts - 1:
         store_state(state_ptr, tl.load(dst_ptr + sequence), slot_stride, channel_V, is_V, state_V)
 

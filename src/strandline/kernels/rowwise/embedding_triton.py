@@ -30,12 +30,12 @@ def _embed_kernel(
     BLOCK_E: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
+    out_row = tl.program_id(0).to(tl.int64)
     channel_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     is_channel_E = channel_E < E
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    token = tl.load(token_ptr + place)
+    token = tl.load(token_ptr + out_row)
     row = token - first_token
     is_held = (row >= 0) & (row < num_held)
     embedded_E = tl.load(embed_ptr + row * E + channel_E, mask=is_channel_E & is_held, other=0.0)
@@ -44,7 +44,7 @@ def _embed_kernel(
         is_picture = picture_row >= 0
         encoded_E = tl.load(encoded_ptr + picture_row * E + channel_E, mask=is_channel_E & is_picture, other=0.0)
         embedded_E = tl.where(is_picture, encoded_E, embedded_E)
-    tl.store(out_ptr + place * E + channel_E, embedded_E, mask=is_channel_E)
+    tl.store(out_ptr + out_row * E + channel_E, embedded_E, mask=is_channel_E)
 
 
 def embed_held(

@@ -174,8 +174,8 @@ def _gated(tasks):
     while task < args.num_tasks:
         for index in range(task * args.rows_per_task, min((task + 1) * args.rows_per_task, args.num_rows)):
             load(args.x, dtype, index * num_channels, row)
-            place = index // args.rows_per_gate * args.gate_stride + index % args.rows_per_gate * num_channels
-            load(args.gates, args.gate_dtype, place, gate)
+            offset = index // args.rows_per_gate * args.gate_stride + index % args.rows_per_gate * num_channels
+            load(args.gates, args.gate_dtype, offset, gate)
             _scale(row, _scale_of(row, args.eps))
             round_to(dtype, row)
             _gate(row, weight, gate, product_dtype)

@@ -45,11 +45,11 @@ def _table_kernel(
     else:
         angle_TF = position_T.to(tl.float32)[:, None] * inv_freq_F[None, :]
     cos_TF, sin_TF = tl.cos(angle_TF) * factor, tl.sin(angle_TF) * factor
-    place_TF = row_T[:, None] * (2 * F) + pair_F[None, :]
-    tl.store(cos_ptr + place_TF, cos_TF, mask=mask_TF)
-    tl.store(cos_ptr + place_TF + F, cos_TF, mask=mask_TF)
-    tl.store(sin_ptr + place_TF, -sin_TF, mask=mask_TF)
-    tl.store(sin_ptr + place_TF + F, sin_TF, mask=mask_TF)
+    out_TF = row_T[:, None] * (2 * F) + pair_F[None, :]
+    tl.store(cos_ptr + out_TF, cos_TF, mask=mask_TF)
+    tl.store(cos_ptr + out_TF + F, cos_TF, mask=mask_TF)
+    tl.store(sin_ptr + out_TF, -sin_TF, mask=mask_TF)
+    tl.store(sin_ptr + out_TF + F, sin_TF, mask=mask_TF)
 
 
 def rotary_table(positions_T: Tensor, inv_freq_F: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:

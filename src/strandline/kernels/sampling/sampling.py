@@ -50,7 +50,7 @@ NO_CANDIDATE: Final = ((1 << 31) - 1) << 32
 @operation(triton("sampling.sampling_triton"))
 def greedy(logits_NV: Tensor) -> Tensor:
     """Return each row's likeliest token, int64; of equals, the first. ``NO_TOKEN`` where no maximum is finite."""
-    # A CPU finds the largest value of a row with its place in a quarter of the time of argmax.
+    # A CPU finds the largest value of a row with its index in a quarter of the time of argmax.
     top_N, token_N = logits_NV.max(dim=-1)
     return token_N.masked_fill_(~top_N.isfinite(), NO_TOKEN)
 
@@ -245,8 +245,8 @@ def gather_logprobs(
         total_N1 = parts_NRC[..., 0].logsumexp(-1, keepdim=True).float()
         chosen_N1 = parts_NRC[..., 1].amax(-1, keepdim=True).float()
         top_NC, ids_NC = (part.flatten(1) for part in parts_NRC[..., 2:].chunk(2, dim=2))
-        top_NK, place_NK = top_NC.float().topk(min(num_top, top_NC.shape[1]), dim=-1)
-        ids_NK = ids_NC.gather(-1, place_NK).long()
+        top_NK, index_NK = top_NC.float().topk(min(num_top, top_NC.shape[1]), dim=-1)
+        ids_NK = ids_NC.gather(-1, index_NK).long()
     rank_N = ranks.sum((logits_NP > chosen_N1).sum(dim=-1)) + 1
     return (chosen_N1 - total_N1).squeeze(-1), rank_N, ids_NK, top_NK - total_N1
 

@@ -143,8 +143,8 @@ def _first_above(weight, index, target, num: tl.constexpr):
     is_possible = weight > 0.0
     last = tl.max(tl.where(is_possible, index, 0), axis=0)
     is_above = is_possible & (sum_before + weight > target)
-    place = tl.minimum(tl.min(tl.where(is_above, index, num), axis=0), last)
-    return place, tl.sum(tl.where(index == place, sum_before, 0.0), axis=0)
+    found = tl.minimum(tl.min(tl.where(is_above, index, num), axis=0), last)
+    return found, tl.sum(tl.where(index == found, sum_before, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["uniform_ptr"])
@@ -260,9 +260,9 @@ def _gather_kernel(
     tl.atomic_add(total_ptr + row, tl.sum(tl.where(is_left_V, mass_V, 0), axis=0), sem="relaxed")
     is_candidate_V = (is_left_V & (key_V >= tl.load(bound_ptr + row))).to(tl.int32)
     start = tl.atomic_add(count_ptr + row, tl.sum(is_candidate_V, axis=0), sem="relaxed")
-    place_V = start + tl.cumsum(is_candidate_V, axis=0) - 1
-    is_stored_V = (is_candidate_V > 0) & (place_V < MAX_CANDIDATES)
-    tl.store(candidates_ptr + row * MAX_CANDIDATES + place_V, key_V, mask=is_stored_V)
+    index_V = start + tl.cumsum(is_candidate_V, axis=0) - 1
+    is_stored_V = (is_candidate_V > 0) & (index_V < MAX_CANDIDATES)
+    tl.store(candidates_ptr + row * MAX_CANDIDATES + index_V, key_V, mask=is_stored_V)
 
 
 @triton.jit

@@ -4,11 +4,11 @@
 also makes the tables of rows, chunks, logs and drafts; ``accept_drafts`` then counts the drafts that agree with the
 chosen tokens, and leaves what the next step needs. All integers are int64, but for the block table, which is int32.
 
-Every sequence of the step has as many places for logged tokens as there can be, and the logged ones are the last of
+Every sequence of the step has as many rows for logged tokens as there can be, and the logged ones are the last of
 these: where its own rows are among the replayed ones does not depend on how many there are.
 
 Shape suffixes: T rows of the step, R the same and those replayed (and one of no token), N sequences, C chunks,
-D drafts of a sequence, F all of these but the first, L places of its log, P sequences of the last step, S stop tokens
+D drafts of a sequence, F all of these but the first, L entries of its log, P sequences of the last step, S stop tokens
 of a sequence, M blocks per table.
 """
 
@@ -26,7 +26,7 @@ from strandline.kernels.step import PlannedStep
 CHUNKS_OF_SEQUENCE: Final = 2
 """Logged tokens and certain ones, then drafts. Kernels of a few tokens need no chunks on the 64-token grid."""
 
-NO_PLACE: Final = -1
+NO_ENTRY: Final = -1
 """Where a row is not logged."""
 
 
@@ -70,12 +70,12 @@ class VerificationTables(NamedTuple):
     state_dst: Tensor
     step_rows: Tensor
     logged_rows: Tensor
-    logged_places: Tensor
+    logged_entries: Tensor
     draft_rows: Tensor
-    draft_places: Tensor
+    draft_entries: Tensor
     source_rows: Tensor
     """Undefined for rows in no chunk; so is the next."""
-    log_places: Tensor
+    log_entries: Tensor
 
 
 class AcceptedDrafts(NamedTuple):
@@ -135,7 +135,7 @@ def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
     end = num_rows + count * log_tokens + 1
     num_logged_N, num_drafts_N = columns.num_logged, columns.num_drafts
     first_row_N, num_rows_N = starts_N2[:count], starts_N2[1 : count + 1] - starts_N2[:count]
-    place_D, place_L, index_N2, row_T = (
+    index_D, index_L, index_N2, row_T = (
         torch.arange(number, device=starts_N2.device)
         for number in (num_rows // count - 1, log_tokens, count + 2, num_rows)
     )
@@ -145,22 +145,22 @@ def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
     parts_N2 = torch.stack((own_row_N - num_logged_N, own_row_N + certain_rows_N), 1)
     lengths_N2 = torch.stack((num_logged_N + certain_rows_N, num_drafts_N), 1)
     cut_N2 = torch.stack((columns.state_dst * has_drafts_N, torch.zeros_like(num_drafts_N)), 1)
-    is_logged_NL = place_L < num_logged_N[:, None]
-    is_draft_ND = place_D < num_drafts_N[:, None]
-    first_place_N1 = (columns.log * log_tokens)[:, None]
+    is_logged_NL = index_L < num_logged_N[:, None]
+    is_draft_ND = index_D < num_drafts_N[:, None]
+    first_entry_N1 = (columns.log * log_tokens)[:, None]
     is_kept_ND = is_draft_ND & (columns.state_dst != NULL_SLOT)[:, None]
     sequence_T = torch.searchsorted(starts_N2[1:], row_T, right=True)
     step_rows_T = torch.where(sequence_T < count, row_T + (sequence_T + 1) * log_tokens, end - 1)
-    logged_rows_NL = torch.where(is_logged_NL, parts_N2[:, :1] + place_L, end - 1)
-    logged_places_NL = (first_place_N1 + place_L) * is_logged_NL
-    draft_rows_ND = (first_row_N[:, None] + 1 + place_D) * is_draft_ND
-    draft_places_ND = first_place_N1 * is_kept_ND + place_D
-    # Places of no token share the last row, which is read by none.
+    logged_rows_NL = torch.where(is_logged_NL, parts_N2[:, :1] + index_L, end - 1)
+    logged_entries_NL = (first_entry_N1 + index_L) * is_logged_NL
+    draft_rows_ND = (first_row_N[:, None] + 1 + index_D) * is_draft_ND
+    draft_entries_ND = first_entry_N1 * is_kept_ND + index_D
+    # Rows of no token share the last row, which is read by none.
     source_R = torch.zeros(end, dtype=torch.int64, device=starts_N2.device)
     source_R[step_rows_T] = row_T
-    source_R[logged_rows_NL.flatten()] = -1 - logged_places_NL.flatten()
-    place_R = torch.full_like(source_R, NO_PLACE)
-    place_R[torch.where(is_kept_ND, step_rows_T[draft_rows_ND], end - 1)] = draft_places_ND
+    source_R[logged_rows_NL.flatten()] = -1 - logged_entries_NL.flatten()
+    entry_R = torch.full_like(source_R, NO_ENTRY)
+    entry_R[torch.where(is_kept_ND, step_rows_T[draft_rows_ND], end - 1)] = draft_entries_ND
     return VerificationTables(
         first_chunks=CHUNKS_OF_SEQUENCE * index_N2.minimum(is_real_N.sum()),
         starts=F.pad(torch.where(is_real_N[:, None], parts_N2, end).flatten(), (0, 1), value=end),
@@ -169,11 +169,11 @@ def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
         state_dst=F.pad(columns.state_dst * ~has_drafts_N, (0, 1)),
         step_rows=step_rows_T,
         logged_rows=logged_rows_NL.flatten(),
-        logged_places=logged_places_NL.flatten(),
+        logged_entries=logged_entries_NL.flatten(),
         draft_rows=draft_rows_ND.flatten(),
-        draft_places=draft_places_ND.flatten(),
+        draft_entries=draft_entries_ND.flatten(),
         source_rows=source_R,
-        log_places=place_R,
+        log_entries=entry_R,
     )
 
 

@@ -88,11 +88,11 @@ def _resolve_kernel(
     table_dst_ptr,
     step_rows_ptr,
     logged_rows_ptr,
-    logged_places_ptr,
+    logged_entries_ptr,
     draft_rows_ptr,
-    draft_places_ptr,
+    draft_entries_ptr,
     source_rows_ptr,
-    log_places_ptr,
+    log_entries_ptr,
     num_sequences,
     drafts_stride,
     NUM_STOPS: tl.constexpr,
@@ -123,17 +123,17 @@ def _resolve_kernel(
         num_rows = tl.load(query_starts_ptr + n + 1) - first_row
         slot = tl.load(state_dst_ptr + n)
         num_logged = tl.load(num_logged_ptr + n)
-        place_E = tl.arange(0, BLOCK_E)
-        row_E = first_row + place_E
-        is_row_E = place_E < num_rows
+        index_E = tl.arange(0, BLOCK_E)
+        row_E = first_row + index_E
+        is_row_E = index_E < num_rows
         if tl.load(pending_ptr + n) != 0:
             source = tl.load(source_row_ptr + n)
             token = tl.load(tokens_ptr + source)
             slot = tl.where(_is_stop(token, stop_ids_ptr, n, NUM_STOPS), 0, slot)
             tl.store(state_dst_ptr + n, slot)
-            draft_ptrs_E = drafts_ptr + source * drafts_stride + place_E - 1
-            draft_E = tl.load(draft_ptrs_E, mask=is_row_E & (place_E > 0), other=0)
-            tl.store(token_ids_ptr + row_E, tl.maximum(tl.where(place_E > 0, draft_E, token), 0), mask=is_row_E)
+            draft_ptrs_E = drafts_ptr + source * drafts_stride + index_E - 1
+            draft_E = tl.load(draft_ptrs_E, mask=is_row_E & (index_E > 0), other=0)
+            tl.store(token_ids_ptr + row_E, tl.maximum(tl.where(index_E > 0, draft_E, token), 0), mask=is_row_E)
             if L > 0:
                 num_accepted = tl.load(num_accepted_ptr + source)
                 num_logged += num_accepted
@@ -141,7 +141,7 @@ def _resolve_kernel(
                 tl.store(end_ptr + n, tl.load(end_ptr + n) + num_accepted)
                 tl.store(num_logged_ptr + n, num_logged)
         if L > 0:
-            first_place = tl.load(log_ptr + n) * L
+            first_entry = tl.load(log_ptr + n) * L
             own_row = first_row + (n + 1) * L
             num_drafts = tl.load(num_drafts_ptr + n)
             num_certain = num_rows - num_drafts
@@ -156,32 +156,32 @@ def _resolve_kernel(
             tl.store(cut_slots_ptr + first_chunk + 1, 0)
             tl.store(table_dst_ptr + n, tl.where(has_drafts, 0, slot))
 
-            place_L = tl.arange(0, BLOCK_L)
-            is_place_L = place_L < L
-            is_logged_L = place_L < num_logged
-            logged_row_L = own_row - num_logged + place_L
-            logged_place_L = tl.where(is_logged_L, first_place + place_L, 0)
-            tl.store(logged_rows_ptr + n * L + place_L, tl.where(is_logged_L, logged_row_L, end_R - 1), mask=is_place_L)
-            tl.store(logged_places_ptr + n * L + place_L, logged_place_L, mask=is_place_L)
-            tl.store(source_rows_ptr + logged_row_L, -1 - logged_place_L, mask=is_logged_L)
-            tl.store(log_places_ptr + logged_row_L, -1, mask=is_logged_L)
+            index_L = tl.arange(0, BLOCK_L)
+            is_index_L = index_L < L
+            is_logged_L = index_L < num_logged
+            logged_row_L = own_row - num_logged + index_L
+            logged_entry_L = tl.where(is_logged_L, first_entry + index_L, 0)
+            tl.store(logged_rows_ptr + n * L + index_L, tl.where(is_logged_L, logged_row_L, end_R - 1), mask=is_index_L)
+            tl.store(logged_entries_ptr + n * L + index_L, logged_entry_L, mask=is_index_L)
+            tl.store(source_rows_ptr + logged_row_L, -1 - logged_entry_L, mask=is_logged_L)
+            tl.store(log_entries_ptr + logged_row_L, -1, mask=is_logged_L)
 
-            is_draft_E = place_E < num_drafts
+            is_draft_E = index_E < num_drafts
             is_kept_E = is_draft_E & (slot != 0)
-            draft_place_E = tl.where(is_kept_E, first_place, 0) + place_E
-            tl.store(draft_rows_ptr + n * D + place_E, tl.where(is_draft_E, row_E + 1, 0), mask=place_E < D)
-            tl.store(draft_places_ptr + n * D + place_E, draft_place_E, mask=place_E < D)
+            draft_entry_E = tl.where(is_kept_E, first_entry, 0) + index_E
+            tl.store(draft_rows_ptr + n * D + index_E, tl.where(is_draft_E, row_E + 1, 0), mask=index_E < D)
+            tl.store(draft_entries_ptr + n * D + index_E, draft_entry_E, mask=index_E < D)
 
-            own_row_E = own_row + place_E
+            own_row_E = own_row + index_E
             tl.store(step_rows_ptr + row_E, own_row_E, mask=is_row_E)
             tl.store(source_rows_ptr + own_row_E, row_E, mask=is_row_E)
             # Drafts are the last rows of a sequence.
-            kept_place_E = tl.where(slot != 0, first_place + place_E - num_certain, -1)
-            tl.store(log_places_ptr + own_row_E, tl.where(place_E < num_certain, -1, kept_place_E), mask=is_row_E)
+            kept_entry_E = tl.where(slot != 0, first_entry + index_E - num_certain, -1)
+            tl.store(log_entries_ptr + own_row_E, tl.where(index_E < num_certain, -1, kept_entry_E), mask=is_row_E)
 
             # Rows of no sequence, in equal parts.
-            row_E = n * (1 + D) + place_E
-            is_spare_E = (place_E <= D) & (row_E >= tl.load(query_starts_ptr + num_sequences))
+            row_E = n * (1 + D) + index_E
+            is_spare_E = (index_E <= D) & (row_E >= tl.load(query_starts_ptr + num_sequences))
             tl.store(step_rows_ptr + row_E, end_R - 1, mask=is_spare_E)
 
 
@@ -262,31 +262,31 @@ def _accept_kernel(
     BLOCK_T: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    place_E = tl.arange(0, BLOCK_E)
+    index_E = tl.arange(0, BLOCK_E)
     num_drafts = tl.load(num_drafts_ptr + n)
     first_row = tl.load(last_row_in_ptr + n) - num_drafts
-    row_E = tl.minimum(first_row + place_E, num_rows - 1)
+    row_E = tl.minimum(first_row + index_E, num_rows - 1)
     inputs = (tokens_ptr, token_ids_ptr, verdicts_ptr)
-    token_E, verdict_E, draft_E = _chosen(*inputs, row_E, place_E <= D, num_rows, ACCEPT)
+    token_E, verdict_E, draft_E = _chosen(*inputs, row_E, index_E <= D, num_rows, ACCEPT)
     is_stop_E = tl.zeros([BLOCK_E], dtype=tl.int1)
     for i in tl.static_range(NUM_STOPS):
         is_stop_E = is_stop_E | (tl.load(stop_ids_ptr + n * NUM_STOPS + i) == token_E)
-    agrees_E = (token_E == draft_E) & (verdict_E != REJECT) & (place_E < num_drafts) & (place_E < D)
+    agrees_E = (token_E == draft_E) & (verdict_E != REJECT) & (index_E < num_drafts) & (index_E < D)
     agrees_E = agrees_E & (is_stop_E == 0)
-    num_accepted = tl.min(tl.where(agrees_E, BLOCK_E, place_E)).to(tl.int64)
+    num_accepted = tl.min(tl.where(agrees_E, BLOCK_E, index_E)).to(tl.int64)
     tl.store(num_accepted_ptr + n, num_accepted)
     tl.store(last_accepted_ptr + n, num_accepted)
     tl.store(last_row_ptr + n, first_row + num_accepted)
-    tl.store(last_tokens_ptr + n, tl.sum(tl.where(place_E == num_accepted, token_E, 0)))
+    tl.store(last_tokens_ptr + n, tl.sum(tl.where(index_E == num_accepted, token_E, 0)))
 
     position = tl.maximum(tl.load(end_ptr + n) - 1 - num_drafts, 0) + num_accepted
     num_further = tl.maximum(tl.load(next_drafts_ptr + n) - 1, 0)
-    position_E = position + tl.minimum(place_E.to(tl.int64), num_further)
-    is_further_E = (place_E > 0) & (place_E < D)
-    is_written_E = is_further_E & (place_E <= num_further)
-    index_E = tl.minimum(position_E // BLOCK_TOKENS, num_blocks - 1)
-    block_E = tl.load(block_table_ptr + n * table_stride + index_E, mask=is_written_E, other=0)
-    out_E = (place_E - 1).to(tl.int64) * num_sequences + n
+    position_E = position + tl.minimum(index_E.to(tl.int64), num_further)
+    is_further_E = (index_E > 0) & (index_E < D)
+    is_written_E = is_further_E & (index_E <= num_further)
+    block_index_E = tl.minimum(position_E // BLOCK_TOKENS, num_blocks - 1)
+    block_E = tl.load(block_table_ptr + n * table_stride + block_index_E, mask=is_written_E, other=0)
+    out_E = (index_E - 1).to(tl.int64) * num_sequences + n
     tl.store(rotary_ptr + out_E, position_E + tl.load(rotary_delta_ptr + n), mask=is_further_E)
     tl.store(context_lens_ptr + out_E, position_E + 1, mask=is_further_E)
     tl.store(write_blocks_ptr + out_E, block_E.to(tl.int64), mask=is_further_E)

@@ -193,7 +193,7 @@ class NgramTable(nn.Module):
     def forward(self, token_ids_TN: Tensor) -> Tensor:
         """Return the features of tokens ``[T, A D]``, given each one and those before it, the latest first."""
         config, hashes = self.config, []
-        first, *others = (token_ids_TN[:, place] * factor for place, factor in enumerate(config.multipliers))
+        first, *others = (token_ids_TN[:, index] * factor for index, factor in enumerate(config.multipliers))
         mixed_T = first
         for product_T in others:
             mixed_T = mixed_T ^ product_T

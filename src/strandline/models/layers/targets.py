@@ -54,7 +54,7 @@ class Target:
     """Whether several layers use it. An adapter changes each use by itself: none can be added to the tensor."""
 
     @property
-    def place(self) -> Tensor | None:
+    def view(self) -> Tensor | None:
         """A view that the tensor goes to, with the dtype and device of all; None: there is none."""
         return self.pieces[0].parts[0] if self.pieces else None
 

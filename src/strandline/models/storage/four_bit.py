@@ -339,9 +339,9 @@ def _numbers(num_codes: int) -> int:
     return -(-num_codes // PER_NUMBER)
 
 
-def _unpack(packed: Tensor, places: Collection[int] | None = None) -> Tensor:
-    """Return the codes of each row of int32, those of a number in the order of ``places``."""
+def _unpack(packed: Tensor, order: Collection[int] | None = None) -> Tensor:
+    """Return the codes of each row of int32, those of a number in this order."""
     # Parts of files may be strided; and little-endian, as safetensors is.
     pairs = packed.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(len(packed), -1)
-    return codes if places is None else codes.unflatten(1, (-1, PER_NUMBER))[..., list(places)].flatten(1)
+    return codes if order is None else codes.unflatten(1, (-1, PER_NUMBER))[..., list(order)].flatten(1)

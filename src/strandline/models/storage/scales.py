@@ -34,9 +34,9 @@ def check_scale(name: str, scale: Tensor) -> Tensor:
     scale = scale.float()
     wrong = ~(scale.isfinite() & (scale > 0))
     if bool(wrong.any()):
-        place = wrong.nonzero()[0].tolist()
-        value = float(scale[tuple(place)])
-        raise WeightsError(f"{name}{place if place else ''} is {value}; scales are positive numbers")
+        index = wrong.nonzero()[0].tolist()
+        value = float(scale[tuple(index)])
+        raise WeightsError(f"{name}{index if index else ''} is {value}; scales are positive numbers")
     return scale
 
 

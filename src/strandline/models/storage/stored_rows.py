@@ -193,7 +193,7 @@ class Matrices:
 
     def kept_of(self, target: Target) -> Matrix | None:
         """Return the matrix that a published tensor goes to; None: it does not stay quantised."""
-        view = target.place
+        view = target.view
         matrix = None if view is None else self._matrices.get(id(base_of(view)))
         return matrix if matrix in self.kept else None
 

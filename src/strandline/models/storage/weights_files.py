@@ -102,7 +102,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def _pieces(paths: list[Path]) -> Iterator[tuple[Path, int]]:
-    """Yield files and places in them."""
+    """Yield files and offsets in them."""
     for path in paths:
         yield from ((path, start) for start in range(0, path.stat().st_size, PIECE_BYTES))
 

@@ -160,7 +160,7 @@ class EngineClient:
         tenant = CURRENT_TENANT.get()
         tenant.take_prompt(sum(len(request.prompt_ids) for request in requests))
         submissions = []
-        names = [f"{name}-{place}" for place in range(len(prompts))]
+        names = [f"{name}-{index}" for index in range(len(prompts))]
         for request_id, request, prompt in zip(names, requests, prompts, strict=True):
             submissions.append(
                 self.frontend.open(
@@ -396,9 +396,9 @@ class EngineClient:
         Requests that are being prepared count as queued on the first engine that answers.
         """
         answers = await asyncio.gather(*(_stats_or_none(engine) for engine in self.engines))
-        for place, stats in enumerate(answers):
+        for number, stats in enumerate(answers):
             if stats is not None:
-                answers[place] = replace(stats, num_waiting=stats.num_waiting + self._num_expected)
+                answers[number] = replace(stats, num_waiting=stats.num_waiting + self._num_expected)
                 break
         return answers
 

@@ -353,15 +353,15 @@ class _EngineFamilies:
 
     def _drafts(self, counts: SpeculationStats) -> Iterator[Metric]:
         """Yield the counts of drafts; without samples if speculative decoding is off."""
-        by_place = counts.num_accepted_by_place
+        by_position = counts.num_accepted_by_position
         totals = {
             ("spec_decode_num_drafts", "Steps of a sequence with drafts."): counts.num_drafts,
             ("spec_decode_num_draft_tokens", "Drafts."): counts.num_draft_tokens,
             ("spec_decode_num_accepted_tokens", "Accepted drafts."): counts.num_accepted_tokens,
         }
         for (name, text), value in totals.items():
-            yield self._counter(name, text, {"": value} if by_place else {})
-        accepted = {str(place): count for place, count in enumerate(by_place)}
+            yield self._counter(name, text, {"": value} if by_position else {})
+        accepted = {str(position): count for position, count in enumerate(by_position)}
         text = "Accepted drafts, by their position in the step, from 0."
         yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, accepted, "position")
 

@@ -160,7 +160,7 @@ def _num_shared(prompts: Sequence[list[int]]) -> int:
         return 0
     first, last = min(prompts), max(prompts)  # what these share, all between them do
     pairs = enumerate(zip(first, last, strict=False))
-    return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(first), len(last)))
+    return next((index for index, (ours, theirs) in pairs if ours != theirs), min(len(first), len(last)))
 
 
 def _reading(entry: Entry, label_ids: Sequence[int]) -> Reading:

@@ -68,8 +68,8 @@ def structure_of_format(value: Any, name: str) -> StructuredOutputsParams | None
             holder = value.get("json_schema", value)
             schema = holder.get("schema") if isinstance(holder, Mapping) else None
             if not isinstance(schema, Mapping):
-                place = "json_schema.schema" if name == "response_format" else "schema"
-                raise RequestError(f"{name} of type json_schema needs {place}, an object", param=name)
+                field = "json_schema.schema" if name == "response_format" else "schema"
+                raise RequestError(f"{name} of type json_schema needs {field}, an object", param=name)
             return StructuredOutputsParams(json=dict(schema), origin=name)
         case other:
             raise RequestError(

@@ -65,7 +65,7 @@ def draft_counts(drafts: SpeculationStats) -> Json:
     return {
         "accepted_prediction_tokens": drafts.num_accepted_tokens,
         "rejected_prediction_tokens": drafts.num_rejected_tokens,
-        "accepted_prediction_tokens_by_position": list(drafts.num_accepted_by_place),
+        "accepted_prediction_tokens_by_position": list(drafts.num_accepted_by_position),
     }
 
 

@@ -70,9 +70,9 @@ class Items:
     def _last(self) -> Json:
         return self.items[-1]
 
-    def _place(self) -> Json:
-        place: Json = {"item_id": self._last["id"], "output_index": len(self.items) - 1}
-        return place if self._last["type"] in CALLS else {**place, "content_index": 0}
+    def _location(self) -> Json:
+        location: Json = {"item_id": self._last["id"], "output_index": len(self.items) - 1}
+        return location if self._last["type"] in CALLS else {**location, "content_index": 0}
 
     def _need(self, kind: str) -> list[Json]:
         """Open an item of a kind unless it is open."""
@@ -86,7 +86,7 @@ class Items:
             part = {"type": "reasoning_text", "text": ""}
         events = self._open(item)
         item["content"].append(part)
-        return [*events, {"type": "response.content_part.added", **self._place(), "part": deepcopy(part)}]
+        return [*events, {"type": "response.content_part.added", **self._location(), "part": deepcopy(part)}]
 
     def _open(self, item: Json) -> list[Json]:
         events = self._close("completed")
@@ -111,7 +111,7 @@ class Items:
         item = self._last
         if item["type"] == FUNCTION_CALL:
             item["arguments"] += text
-            return [{"type": "response.function_call_arguments.delta", **self._place(), "delta": text}]
+            return [{"type": "response.function_call_arguments.delta", **self._location(), "delta": text}]
         if item["type"] == CUSTOM_CALL:
             return self._grow_input(self._custom_input.feed(text))
         if item["type"] == SEARCH_CALL:
@@ -120,13 +120,13 @@ class Items:
         part = item["content"][0]
         part["text"] += text
         more: Json = {"logprobs": self._take_logprobs()} if part["type"] == "output_text" else {}
-        return [{"type": f"response.{part['type']}.delta", **self._place(), "delta": text, **more}]
+        return [{"type": f"response.{part['type']}.delta", **self._location(), "delta": text, **more}]
 
     def _grow_input(self, text: str) -> list[Json]:
         if not text:
             return []
         self._last["input"] += text
-        return [{"type": "response.custom_tool_call_input.delta", **self._place(), "delta": text}]
+        return [{"type": "response.custom_tool_call_input.delta", **self._location(), "delta": text}]
 
     def _take_logprobs(self) -> list[Json]:
         """Move the log-probabilities into the message that is open; return them."""
@@ -143,10 +143,10 @@ class Items:
         events: list[Json] = []
         if item["type"] == FUNCTION_CALL:
             done = {"name": item["name"], "arguments": item["arguments"]}
-            events.append({"type": "response.function_call_arguments.done", **self._place(), **done})
+            events.append({"type": "response.function_call_arguments.done", **self._location(), **done})
         elif item["type"] == CUSTOM_CALL:
             events += self._grow_input(self._custom_input.finish())
-            events.append({"type": "response.custom_tool_call_input.done", **self._place(), "input": item["input"]})
+            events.append({"type": "response.custom_tool_call_input.done", **self._location(), "input": item["input"]})
         elif item["type"] == SEARCH_CALL:
             arguments = parse_json(self._search)
             item["arguments"] = arguments if isinstance(arguments, dict) else {}
@@ -156,8 +156,8 @@ class Items:
                 item["encrypted_content"] = self._seal(part["text"])
             more: Json = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
             done = {"text": part["text"], **more}
-            events.append({"type": f"response.{part['type']}.done", **self._place(), **done})
-            events.append({"type": "response.content_part.done", **self._place(), "part": part})
+            events.append({"type": f"response.{part['type']}.done", **self._location(), **done})
+            events.append({"type": "response.content_part.done", **self._location(), "part": part})
         return [*events, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
 
 

@@ -41,30 +41,30 @@ def make_step(
 
     Every second sequence writes its state to the slot that it reads. Where there are drafts, a cut before them does.
     """
-    names = ("step_rows", "logged_rows", "logged_places", "draft_rows", "draft_places", "src", "dst")
+    names = ("step_rows", "logged_rows", "logged_entries", "draft_rows", "draft_entries", "src", "dst")
     table = {name: list[int]() for name in names}
     first_chunks, chunks = [0], list[tuple[int, int, int]]()
     row = step_row = 0
     for index, (num_logged, num_rows, num_drafts) in enumerate(lengths, start=1):
-        src, place = 2 * index, index * most_drafts
+        src, first = 2 * index, index * most_drafts
         dst = src if index % 2 else src + 1
         table["logged_rows"] += range(row, row + num_logged)
-        table["logged_places"] += range(place, place + num_logged)
+        table["logged_entries"] += range(first, first + num_logged)
         table["step_rows"] += range(row + num_logged, row + num_logged + num_rows)
         certain = num_logged + num_rows - num_drafts
         chunks += [(row, certain, dst * (num_drafts > 0))] + [(row + certain, num_drafts, 0)] * (num_drafts > 0)
         row, step_row = row + num_logged + num_rows, step_row + num_rows
         table["draft_rows"] += range(step_row - num_drafts, step_row)
-        table["draft_places"] += range(place, place + num_drafts)
+        table["draft_entries"] += range(first, first + num_drafts)
         table["src"].append(src * (index != 3))
         table["dst"].append(dst * (num_drafts == 0))
         first_chunks.append(len(chunks))
     table["step_rows"] += [row] * num_fillers
     for name, value in {
         "logged_rows": row,
-        "logged_places": 0,
+        "logged_entries": 0,
         "draft_rows": 0,
-        "draft_places": 0,
+        "draft_entries": 0,
     }.items():
         table[name].append(value)
     chunks.append((row, 0, 0))
@@ -80,14 +80,14 @@ def make_step(
 
 def with_row_tables(replay: ReplayBatch) -> ReplayBatch:
     """Return a step with its tables row by row; the row of no token, which is in no chunk, has any values there."""
-    source_R, place_R = torch.full((2, replay.num_rows), 10**9, device=replay.step_rows_T.device)
+    source_R, entry_R = torch.full((2, replay.num_rows), 10**9, device=replay.step_rows_T.device)
     for row, step_row in enumerate(replay.step_rows_T[:-1].tolist()):
-        source_R[step_row], place_R[step_row] = row, -1
-    for row, place in zip(replay.logged_rows_Q[:-1].tolist(), replay.logged_places_Q[:-1].tolist(), strict=True):
-        source_R[row], place_R[row] = -1 - place, -1
-    for row, place in zip(replay.draft_rows_K[:-1].tolist(), replay.draft_places_K[:-1].tolist(), strict=True):
-        place_R[replay.step_rows_T[row]] = place
-    return replace(replay, source_R=source_R, place_R=place_R)
+        source_R[step_row], entry_R[step_row] = row, -1
+    for row, entry in zip(replay.logged_rows_Q[:-1].tolist(), replay.logged_entries_Q[:-1].tolist(), strict=True):
+        source_R[row], entry_R[row] = -1 - entry, -1
+    for row, entry in zip(replay.draft_rows_K[:-1].tolist(), replay.draft_entries_K[:-1].tolist(), strict=True):
+        entry_R[replay.step_rows_T[row]] = entry
+    return replace(replay, source_R=source_R, entry_R=entry_R)
 
 
 def check_replay(
@@ -107,8 +107,8 @@ def check_replay(
         replay = with_row_tables(replay)
     wide = make_tokens(len(replay.step_rows_T), sum(sizes), dtype, device)
     inputs = wide.split(sizes, dim=1)
-    num_places = (1 + len(lengths)) * most_drafts
-    log = tuple(torch.randn(num_places, size, device=device).to(dtype) for size in sizes)
+    num_entries = (1 + len(lengths)) * most_drafts
+    log = tuple(torch.randn(num_entries, size, device=device).to(dtype) for size in sizes)
     weight_CW = torch.randn(sizes[0], num_taps, device=device).to(dtype)
     bias_C = torch.randn(sizes[0], device=device).to(dtype) if has_bias else None
     num_slots = 2 * len(lengths) + 2

@@ -106,7 +106,7 @@ def test_replayed_rows_are_left_out_by_every_version(launches: Launches, *, is_s
 def test_a_step_without_rows_advances_states_alone() -> None:
     replay, chunks, ends = make_step([(3, 0, 0), (1, 0, 0)], 4, "cpu")
     none = replay.step_rows_T[:0]
-    replay = replace(replay, is_padded=False, step_rows_T=none, draft_rows_K=none, draft_places_K=none)
+    replay = replace(replay, is_padded=False, step_rows_T=none, draft_rows_K=none, draft_entries_K=none)
     layer = make_layer(replay.num_rows, Shape(), torch.float32, "cpu")
     state_SHKV = torch.randn(6, 2, 16, 16)
     expected_SHKV = state_SHKV.clone()

@@ -23,16 +23,16 @@ def make_batch(lengths: list[tuple[int, int, int]], draft_tokens: int, device: s
     Args:
         lengths: per sequence, tokens logged, tokens of the step, and how many of those are drafts.
     """
-    step_rows, logged_rows, logged_places, draft_rows, draft_places = ([] for _ in range(5))
+    step_rows, logged_rows, logged_entries, draft_rows, draft_entries = ([] for _ in range(5))
     row = step_row = 0
     for log, (num_logged, num_rows, num_drafts) in enumerate(lengths, start=1):
         logged_rows += range(row, row + num_logged)
-        logged_places += range(log * draft_tokens, log * draft_tokens + num_logged)
+        logged_entries += range(log * draft_tokens, log * draft_tokens + num_logged)
         step_rows += range(row + num_logged, row + num_logged + num_rows)
         row, step_row = row + num_logged + num_rows, step_row + num_rows
         draft_rows += range(step_row - num_drafts, step_row)
-        draft_places += range(log * draft_tokens, log * draft_tokens + num_drafts)
-    columns = (step_rows, logged_rows, logged_places, draft_rows, draft_places)
+        draft_entries += range(log * draft_tokens, log * draft_tokens + num_drafts)
+    columns = (step_rows, logged_rows, logged_entries, draft_rows, draft_entries)
     return ReplayBatch(
         row, *(torch.tensor(x, dtype=torch.int64, device=device) for x in columns), insert_logged=insert_logged
     )

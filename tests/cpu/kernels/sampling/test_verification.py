@@ -190,7 +190,7 @@ def assert_equal_tables(found: VerificationTables | None, expected: Verification
     is_row_R = torch.zeros(len(expected.source_rows), dtype=torch.bool)
     for start, length in zip(expected.starts.tolist(), expected.lengths.tolist(), strict=True):
         is_row_R[start : start + length] = True
-    undefined = ("source_rows", "log_places")
+    undefined = ("source_rows", "log_entries")
     for name in VerificationTables._fields:
         mask = is_row_R if name in undefined else slice(None)
         assert torch.equal(getattr(found, name).cpu()[mask], getattr(expected, name)[mask]), name
