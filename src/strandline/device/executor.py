@@ -17,11 +17,10 @@ from strandline.kernels.binding import Fallback
 from strandline.picture_config import PictureConfig
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
-from strandline.records.control import Memory
+from strandline.records.control import Memory, WeightsAction
 from strandline.records.events import Limits
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
-from strandline.records.weight_transfer import SentTensors, TransferGroup
 from strandline.specs import ModelSpec, RoutingShape
 
 
@@ -180,48 +179,13 @@ class Executor(Protocol):
             ConfigError: the weights cannot be read again.
         """
 
-    def join_trainer(self, group: TransferGroup) -> None:
-        """Join the group in which a trainer sends weights; all ranks do.
+    def change_weights(self, action: WeightsAction) -> None:
+        """Do a part of a change of weights, on all ranks. Those in use stay until ``UseWeights``; no step is in flight.
 
         Raises:
-            ConfigError: the trainer does not come, or sends nothing to this engine.
+            ConfigError: a trainer sends nothing to this engine, does not come, or does not send what it announced; or
+                weights cannot be read, or are not the model's. No rank uses them.
         """
-
-    def leave_trainer(self) -> None:
-        """Leave the group, if one was joined."""
-
-    def begin_weights(self) -> None:
-        """Begin to receive weights; what an unfinished update has received is forgotten.
-
-        Raises:
-            ConfigError: trainers send nothing to this engine.
-        """
-
-    def receive_weights(self, sent: Sequence[SentTensors]) -> None:
-        """Receive tensors of an update that has begun; those in use stay.
-
-        Args:
-            sent: one for all ranks of the server, or one for each.
-
-        Raises:
-            ConfigError: they do not come as announced, and the update has failed.
-        """
-
-    def prepare_weights(self, path: str | None) -> None:
-        """Read and check other weights of the same model; those in use stay.
-
-        Args:
-            path: a directory that holds them; None: those that were received.
-
-        Raises:
-            ConfigError: they cannot be read, or are not the model's. No rank uses them.
-        """
-
-    def use_prepared_weights(self) -> None:
-        """Compute with the weights that were prepared. No step is in flight."""
-
-    def drop_prepared_weights(self) -> None:
-        """Forget weights that were prepared, if any were."""
 
     def release_free_memory(self) -> None:
         """Return memory that is kept for the next step's intermediate results to the system."""

@@ -42,10 +42,20 @@ from strandline.models.layers.protocol import LanguageModel
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.constraints import OutputConstraints
-from strandline.records.control import MEMORIES, Memory
+from strandline.records.control import (
+    MEMORIES,
+    BeginWeights,
+    DropWeights,
+    JoinTrainer,
+    LeaveTrainer,
+    Memory,
+    PrepareWeights,
+    ReceiveWeights,
+    UseWeights,
+    WeightsAction,
+)
 from strandline.records.plan import StepPlan
 from strandline.records.sampling_params import StructuredOutputsParams
-from strandline.records.weight_transfer import SentTensors, TransferGroup
 
 PREFAULTED_BYTES: Final = 512 * 2**20
 """Prefaulted beginning of a CPU's memory for the cache, where slots and blocks are allocated first. The system zeroes a
@@ -185,10 +195,10 @@ class UniExecutor:
         """Return the transfers that have ended and that no result has reported; wait until there is one, or so long."""
         return self.runner.transfers.wait(timeout_s)
 
-    def rename_stored(self, places: Mapping[int, int]) -> None:
-        """Give new names to the places of what its files have kept, and remove what gets none. Before any step."""
+    def rename_stored(self, addresses: Mapping[int, int]) -> None:
+        """Rename the addresses of what its files store, and remove what gets no new one. Before any step."""
         if self._files is not None:
-            self._files.rename(places)
+            self._files.rename(addresses)
 
     def compile_grammar(self, params: StructuredOutputsParams) -> object:
         """Compile a grammar in the calling thread; any thread may call.
@@ -256,41 +266,24 @@ class UniExecutor:
             if not self._given_back and self.facts.device_type == "cuda":
                 self.capture_graphs()
 
-    def join_trainer(self, group: TransferGroup) -> None:
-        """Join a trainer's group; raises a ConfigError if it does not come."""
-        self._receiver.join(group)
-
-    def leave_trainer(self) -> None:
-        """Leave the group, if one was joined."""
-        self._receiver.leave()
-
-    def begin_weights(self) -> None:
-        """Begin to receive weights; raises a ConfigError if trainers send nothing to this engine."""
-        self._receiver.begin()
-
-    def receive_weights(self, sent: Sequence[SentTensors]) -> None:
-        """Receive tensors; raises a ConfigError if they do not come as announced."""
-        self._receiver.receive(sent)
-
-    def prepare_weights(self, path: str | None) -> None:
-        """Read and check other weights of the same model; those in use stay.
-
-        Args:
-            path: a directory that holds them; None: those that were received.
-
-        Raises:
-            ConfigError: they cannot be read, or are not the model's.
-        """
-        self.weights.prepare(self._receiver.take() if path is None else path)
-
-    def use_prepared_weights(self) -> None:
-        """Compute with the weights that were prepared, in the memory of those before, if it is there."""
-        self.weights.use()
-        self._have_again("weights")
-
-    def drop_prepared_weights(self) -> None:
-        """Forget weights that were prepared, if any were."""
-        self.weights.drop()
+    def change_weights(self, action: WeightsAction) -> None:
+        """Do a part of a change of weights; raises as ``Executor.change_weights``."""
+        match action:
+            case JoinTrainer(group):
+                self._receiver.join(group)
+            case LeaveTrainer():
+                self._receiver.leave()
+            case BeginWeights():
+                self._receiver.begin()
+            case ReceiveWeights(sent):
+                self._receiver.receive(sent)
+            case PrepareWeights(path):
+                self.weights.prepare(self._receiver.take() if path is None else path)
+            case UseWeights():
+                self.weights.use()
+                self._have_again("weights")
+            case DropWeights():
+                self.weights.drop()
 
     def capture_graphs(self) -> None:
         """Capture CUDA graphs, unless the configuration asks for eager steps or operations fall back to torch."""

@@ -24,13 +24,11 @@ from strandline.records.control import (
     Memory,
     Pause,
     PrepareWeights,
-    ReceiveWeights,
     ResetCache,
     Resume,
     Sleep,
     UseWeights,
     WakeUp,
-    WeightsAction,
 )
 
 WAIT_S: Final = 0.1
@@ -95,29 +93,14 @@ class CoreControl:
                 self._sleep(level)
             case WakeUp(memories):
                 return self._wake_up([memory for memory in memories if memory in self._given_back])
-            case _:
-                self._change_weights(action)
-        return True
-
-    def _change_weights(self, action: WeightsAction) -> None:
-        match action:
-            case JoinTrainer(group):
-                self._executor.join_trainer(group)
-            case LeaveTrainer():
-                self._executor.leave_trainer()
-            case BeginWeights():
-                self._executor.begin_weights()
-            case ReceiveWeights(sent):
-                self._executor.receive_weights(sent)
-            case PrepareWeights(path):
-                self._executor.prepare_weights(path)
             case UseWeights(clears):
                 # First: entries of weights that are gone are never hit.
                 self._drop(clears)
-                self._executor.use_prepared_weights()
+                self._executor.change_weights(action)
                 self._given_back.discard("weights")
-            case DropWeights():
-                self._executor.drop_prepared_weights()
+            case _:
+                self._executor.change_weights(action)
+        return True
 
     def _check(self, action: Action) -> None:
         """Raise a ConfigError if the engine cannot do what is asked."""

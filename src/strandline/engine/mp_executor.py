@@ -19,10 +19,9 @@ from strandline.engine.workers.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
-from strandline.records.control import Memory
+from strandline.records.control import JoinTrainer, Memory, PrepareWeights, ReceiveWeights, WeightsAction
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
-from strandline.records.weight_transfer import SentTensors, TransferGroup
 
 STEP_TIMEOUT_S: Final = 300.0
 """How long a step may take: more than the compilation of its kernels."""
@@ -197,33 +196,11 @@ class MpExecutor:
         """Have the workers take memory again; returns and raises as ``Executor.wake_up``."""
         return all(self._workers.results(self._begin("wake_up", memory)))  # however long files take
 
-    def join_trainer(self, group: TransferGroup) -> None:
-        """Have the workers join a trainer's group; raises as ``Executor.join_trainer``."""
-        self._workers.results(self._begin("join_trainer", group))
-
-    def leave_trainer(self) -> None:
-        """Have the workers leave the group."""
-        self._call("leave_trainer")
-
-    def begin_weights(self) -> None:
-        """Have the workers begin to receive weights; raises as ``Executor.begin_weights``."""
-        self._call("begin_weights")
-
-    def receive_weights(self, sent: Sequence[SentTensors]) -> None:
-        """Have the workers receive tensors; raises as ``Executor.receive_weights``."""
-        self._workers.results(self._begin("receive_weights", sent))  # however many there are
-
-    def prepare_weights(self, path: str | None) -> None:
-        """Have the workers read other weights; raises as ``Executor.prepare_weights``."""
-        self._workers.results(self._begin("prepare_weights", path))  # however long the files take
-
-    def use_prepared_weights(self) -> None:
-        """Have the workers use them."""
-        self._call("use_prepared_weights")
-
-    def drop_prepared_weights(self) -> None:
-        """Have the workers forget them."""
-        self._call("drop_prepared_weights")
+    def change_weights(self, action: WeightsAction) -> None:
+        """Have the workers do a part of a change of weights; raises as ``Executor.change_weights``."""
+        waits_for_data = isinstance(action, JoinTrainer | ReceiveWeights | PrepareWeights)
+        timeout_s = None if waits_for_data else self._step_timeout_s
+        self._workers.results(self._begin("change_weights", action), timeout_s, "change_weights")
 
     def release_free_memory(self) -> None:
         """Return the workers' free memory to the system."""

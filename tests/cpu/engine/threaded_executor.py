@@ -47,8 +47,8 @@ class ThreadedExecutor:
         ]
         self.ranks: list[UniExecutor] = [future.result() for future in loading]
         self.facts, renames = join_facts([each.facts for each in self.ranks])
-        for rank, places in zip(self.ranks, renames, strict=False):
-            rank.rename_stored(places)
+        for rank, addresses in zip(self.ranks, renames, strict=False):
+            rank.rename_stored(addresses)
         self._copying = ThreadPoolExecutor(group.size)
         self._joined, self.stores = JoinedCompletions(group.size), EngineStores()
 
