@@ -109,7 +109,7 @@ class TensorSpec:
         """
         return replace(self, division=Division(dim, tuple(Part(*part) for part in parts)))
 
-    def at_rest(self, dtype: str) -> "tuple[TensorSpec, ...]":
+    def stored(self, dtype: str) -> "tuple[TensorSpec, ...]":
         """Return the tensors that store a state in host memory and on disk: itself, or a recurrent state in fewer bits.
 
         In int8 these are the codes and a scale for all values along the last dimension, usually one per head and key
@@ -182,9 +182,9 @@ class LayerSpec:
         streams, states = tuple(x.whole for x in self.streams), tuple(x.whole for x in self.states)
         return LayerSpec(streams, states, window_tokens=self.window_tokens)
 
-    def at_rest(self, dtype: str) -> "LayerSpec":
-        """Return the spec in host memory and on disk: states as in ``TensorSpec.at_rest``, streams unchanged."""
-        states = tuple(part for state in self.states for part in state.at_rest(dtype))
+    def stored(self, dtype: str) -> "LayerSpec":
+        """Return the spec in host memory and on disk: states as in ``TensorSpec.stored``, streams unchanged."""
+        states = tuple(part for state in self.states for part in state.stored(dtype))
         return LayerSpec(self.streams, states, window_tokens=self.window_tokens)
 
 
@@ -410,11 +410,11 @@ class ModelSpec:
         """The spec of blocks and slots of the model on one rank."""
         return replace(self, layers=tuple(layer.whole for layer in self.layers))
 
-    def at_rest(self, dtype: str) -> "ModelSpec":
+    def stored(self, dtype: str) -> "ModelSpec":
         """Return the spec of blocks and slots in host memory and on disk, with snapshots in this dtype."""
-        return replace(self, layers=tuple(layer.at_rest(dtype) for layer in self.layers))
+        return replace(self, layers=tuple(layer.stored(dtype) for layer in self.layers))
 
     def stored_snapshots(self, dtype: str) -> SnapshotSize:
         """Return what snapshots take in host memory and on disk: the slot in this dtype, if any, and the windows."""
-        slot_bytes = self.at_rest(dtype).raw_slot_bytes if self.has_states else 0
+        slot_bytes = self.stored(dtype).raw_slot_bytes if self.has_states else 0
         return SnapshotSize(slot_bytes, self.block_bytes, self.window_sizes)

@@ -96,18 +96,18 @@ def test_log_tokens_is_the_least_of_all_recurrent_layers() -> None:
 def test_states_at_rest_take_fewer_bytes() -> None:
     flat = TensorSpec("h", (9,), "float32", is_recurrent=True)
     half = TensorSpec("state", (3, 5), "bfloat16", is_recurrent=True)
-    assert STATE.at_rest("float32") == (STATE,)
-    assert STATE.at_rest("bfloat16") == (TensorSpec("state", (3, 5), "bfloat16"),)
-    assert STATE.at_rest("int8") == (TensorSpec("state", (3, 5), "int8"), TensorSpec("state_scale", (3,), "float32"))
-    assert flat.at_rest("int8") == flat.at_rest("bfloat16") == (TensorSpec("h", (9,), "bfloat16"),)
+    assert STATE.stored("float32") == (STATE,)
+    assert STATE.stored("bfloat16") == (TensorSpec("state", (3, 5), "bfloat16"),)
+    assert STATE.stored("int8") == (TensorSpec("state", (3, 5), "int8"), TensorSpec("state_scale", (3,), "float32"))
+    assert flat.stored("int8") == flat.stored("bfloat16") == (TensorSpec("h", (9,), "bfloat16"),)
     for kept in (WINDOW, half):
-        assert {kept.at_rest(dtype) for dtype in SNAPSHOT_DTYPES} == {(kept,)}
+        assert {kept.stored(dtype) for dtype in SNAPSHOT_DTYPES} == {(kept,)}
 
 
 def test_snapshots_at_rest_take_fewer_blocks() -> None:
     spec = read_model_size(CONFIGS / "qwen3.5-35b-a3b").spec
-    assert spec.at_rest("float32").raw_slot_bytes == spec.raw_slot_bytes
-    assert [spec.at_rest(dtype).block_bytes for dtype in SNAPSHOT_DTYPES] == [spec.block_bytes] * 3
+    assert spec.stored("float32").raw_slot_bytes == spec.raw_slot_bytes
+    assert [spec.stored(dtype).block_bytes for dtype in SNAPSHOT_DTYPES] == [spec.block_bytes] * 3
     assert [spec.stored_snapshots(dtype).max_blocks for dtype in SNAPSHOT_DTYPES] == [spec.blocks_per_slab, 26, 14]
     assert model(LayerSpec(streams=(WINDOW,))).stored_snapshots("int8").max_blocks == 0
 

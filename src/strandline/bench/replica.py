@@ -172,7 +172,7 @@ class Replica:
             windows=window_classes(spec),
         )
         rates = {"host": machine.host_bytes_per_s, "disk": machine.disk_bytes_per_s}
-        self.store = SimulatedStores(spec.at_rest(machine.snapshot_dtype), rates)
+        self.store = SimulatedStores(spec.stored(machine.snapshot_dtype), rates)
         self.scheduler = Scheduler(
             self.cache,
             Loads(self.cache, _lower_memories(machine), announcer=announcer),

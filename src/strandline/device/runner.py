@@ -10,7 +10,7 @@ host after the step.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from strandline.device.batches.batch import to_device
 from strandline.device.batches.encoded_pictures import MAX_SHARED_TOKENS, EncodedPictures
 from strandline.device.batches.padded_step import StepSize
 from strandline.device.batches.pending import PendingTokens
-from strandline.device.drafters.drafters import new_step_drafter
+from strandline.device.drafters.block_drafts import BlockDrafts
+from strandline.device.drafters.draft_layer import DraftLayer
 from strandline.device.hardware.heap import keep_scratch_memory
 from strandline.device.hardware.threads import one_thread
 from strandline.device.hardware.upload import upload_together
@@ -30,7 +31,7 @@ from strandline.device.sampling.grammar_mask import GuardedMatcher
 from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.cache_actions import CacheActions
-from strandline.device.steps.drafter import Drafts, StepRows
+from strandline.device.steps.drafter import Drafts, StepDrafter, StepRows
 from strandline.device.steps.forward import Forward
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.device.steps.host_step import HostStep, Layout, StepIndices
@@ -46,9 +47,9 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.replay import insert_logged
-from strandline.kernels.sampling.verification import accept_drafts, resolve_pending
+from strandline.kernels.sampling.verification import LastStep, accept_drafts, resolve_pending
 from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, store_hidden
-from strandline.models.layers.protocol import LanguageModel
+from strandline.models.layers.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.actions import Action
 from strandline.records.constraints import OutputConstraints
 from strandline.records.plan import NewRequest, PictureToEncode, SequencePlan, StepPlan, StepResult, num_tokens_ahead
@@ -156,7 +157,7 @@ class Runner:
             max_tokens = 0 if kernels.workload.is_deterministic else MAX_SHARED_TOKENS
             self._encoded = EncodedPictures(model.tower, memory_XE, max_tokens, kernels.ranks)
         self._actions = CacheActions(self.arena, self._memory, self.transfers, kernels, poison=self._poison)
-        self._drafter = new_step_drafter(model, self._memory, self._pending.last, kernels)
+        self._drafter = _new_drafter(model, self._memory, self._pending.last, kernels)
         self._forward = Forward(model, self._memory, self.arena, self.adapters, kernels)
         self._graphs: StepGraphs | None = None
 
@@ -338,6 +339,14 @@ class Runner:
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Apply the cache's actions in order; consecutive folds together."""
         self._actions.carry_out(actions)
+
+
+def _new_drafter(model: LanguageModel, memory: ModelMemory, last: LastStep, kernels: Kernels) -> StepDrafter | None:
+    """Return what drafts after a step with the model's drafter; None: the model has none."""
+    if model.drafter is None:
+        return None
+    kind = DraftLayer if model.drafter.block is None else BlockDrafts
+    return kind(cast(DraftingModel, model), memory, last, kernels)
 
 
 def split_by_blocks(sequence: SequencePlan) -> Iterator[SequencePlan]:

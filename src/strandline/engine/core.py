@@ -20,15 +20,13 @@ from strandline.device.executor import Executor, ExecutorFacts, LaunchedStep
 from strandline.device.sizing import choose_batched_tokens, choose_fixed_step_tokens, choose_logged_from
 from strandline.engine.adapter_use import AdapterUse
 from strandline.engine.caching.auditor import Auditor, Audits
-from strandline.engine.caching.cache_size import cache_size
 from strandline.engine.caching.cache_watch import CacheWatch
 from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.caching.flushing import flush
-from strandline.engine.caching.memory_report import bytes_by_tenant
+from strandline.engine.caching.memory import bytes_by_tenant, cache_size, describe_tiers, lower_memories, on_each_rank
 from strandline.engine.caching.object_catalog import open_discoveries
-from strandline.engine.caching.tiers import describe_tiers, lower_memories, on_each_rank
 from strandline.engine.control import CoreControl
-from strandline.engine.drafting.new_drafts import new_drafts
+from strandline.engine.drafting.drafts import new_drafts
 from strandline.engine.prefix_transfer.hand_over import HandOver
 from strandline.engine.requests.admissions import Admissions
 from strandline.engine.requests.request import Request

@@ -18,7 +18,7 @@ from strandline.device.runner import Runner
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine import loading
-from strandline.engine.drafting.drafting import DraftLayerDrafter
+from strandline.engine.drafting.drafters import DraftLayerDrafter
 from strandline.engine.requests.request import Request
 from strandline.env import DEBUG_CACHE
 from strandline.errors import ConfigError

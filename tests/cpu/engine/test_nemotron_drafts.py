@@ -9,7 +9,7 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.device.sizing import slabs_for
-from strandline.engine.drafting.drafting import DraftLayerDrafter
+from strandline.engine.drafting.drafters import DraftLayerDrafter
 from strandline.engine.requests.request import Request
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_draft_layer import Alternating

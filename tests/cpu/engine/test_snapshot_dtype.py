@@ -72,7 +72,7 @@ def test_logits_after_a_return_from_the_host_are_near(
         after, spec = llm.engine.core.cache.stats(), llm.engine.core.spec
         assert after.loads.num_done == len(PROMPTS)
         assert after.loads.num_snapshots == (len(PROMPTS) if spec.has_states else 0)
-        is_encoded = spec.at_rest(dtype) != spec
+        is_encoded = spec.stored(dtype) != spec
         assert is_encoded == (dtype != "float32" and any(layer.is_recurrent for layer in spec.layers))
         assert any("not exact" in line for line in llm.engine.core.describe()) == is_encoded
         assert (differences[dtype] == differences["float32"]) or is_encoded

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from strandline.engine.drafting.drafting import new_drafter
+from strandline.engine.drafting.drafters import new_drafter
 from strandline.engine.drafting.suffix_drafter import SuffixDrafter
 from strandline.engine.requests.request import Request
 from strandline.ids import RequestId

@@ -8,7 +8,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.device.drafters import draft_layer
 from strandline.device.uni_executor import UniExecutor
-from strandline.engine.drafting.drafting import ChoosingDrafter
+from strandline.engine.drafting.drafters import ChoosingDrafter
 from strandline.engine.drafting.drafts import MOST_STEPS_BETWEEN_LOOKUPS
 from strandline.engine.requests.request import Request
 from strandline.env import DEBUG_CACHE
@@ -113,7 +113,7 @@ def test_steps_run_ahead_until_lookups_gain(make: MakeLLM, monkeypatch: pytest.M
     assert isinstance(executor, UniExecutor)
     replay_eagerly(executor.runner, NUM_DRAFTS, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
     complete_on_device(drafts)
-    drafts.chooser, drafts._may_rest = Alternating((NUM_DRAFTS,)), True
+    drafts.chooser, drafts._may_suspend = Alternating((NUM_DRAFTS,)), True
 
     class FoundLate(Lookups):
         def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ def test_steps_ahead_and_lookups_in_turn_change_no_answer(
     assert isinstance(executor, UniExecutor)
     replay_eagerly(executor.runner, NUM_DRAFTS, llm.config.max_num_seqs, llm.engine.core.limits.max_model_len)
     complete_on_device(drafts)
-    drafts.chooser, drafts._may_rest = Alternating(depths), True
+    drafts.chooser, drafts._may_suspend = Alternating(depths), True
     steps = Steps(monkeypatch)
     found = serve(llm, 3)
     assert {name: answer[:2] for name, answer in found.items()} == {name: x[:2] for name, x in expected.items()}

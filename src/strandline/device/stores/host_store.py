@@ -48,7 +48,7 @@ HOST_STORE: Final = "host"
 
 def choose_staging_bytes(spec: ModelSpec, snapshot_dtype: str) -> int:
     """Return the device memory that copies to and from pinned memory need."""
-    encoding_slabs = 0 if spec.at_rest(snapshot_dtype) == spec else ENCODING_SLABS
+    encoding_slabs = 0 if spec.stored(snapshot_dtype) == spec else ENCODING_SLABS
     return (STAGED_SLABS + LANDING_SLABS) * _slab_bytes(spec) + encoding_slabs * spec.slab_bytes
 
 

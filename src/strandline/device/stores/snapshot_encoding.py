@@ -1,6 +1,6 @@
 """The encoding of entries in host memory and on disk: recurrent states of snapshots in fewer bits, the rest unchanged.
 
-Layout and size of the encoded bytes follow from the specs (``ModelSpec.at_rest``). Bytes are encoded and decoded on the
+Layout and size of the encoded bytes follow from the specs (``ModelSpec.stored``). Bytes are encoded and decoded on the
 device that holds them, by asynchronous torch operations; stores decide where they are kept.
 
 - bfloat16: off by at most ``2**-8`` of the value; the few float32 values beyond its range become its largest.
@@ -98,7 +98,7 @@ class InFewerBits:
 
     def __init__(self, spec: ModelSpec, dtype: str) -> None:
         self._spec = spec
-        self._rest = spec.at_rest(dtype)
+        self._rest = spec.stored(dtype)
         self._runs = tuple(_runs(spec.layers, self._rest.layers, dtype))
 
     def encode(self, entry_X: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class InFewerBits:
 
 def slot_encoding(spec: ModelSpec, dtype: str) -> Encoding:
     """Return the encoding of slots for a snapshot dtype."""
-    return AS_IS if spec.at_rest(dtype) == spec else InFewerBits(spec, dtype)
+    return AS_IS if spec.stored(dtype) == spec else InFewerBits(spec, dtype)
 
 
 def _encode(state_LM: Tensor, codes_LM: Tensor, scale_LM: Tensor | None = None) -> None:
@@ -156,7 +156,7 @@ def _runs(layers: Sequence[LayerSpec], rest_layers: Sequence[LayerSpec], dtype: 
         stride, rest_stride = alike[0][0].slot_bytes, alike[0][1].slot_bytes
         offset, rest_offset = start, rest_start
         for state in states:
-            parts = state.at_rest(dtype)
+            parts = state.stored(dtype)
             yield _Run(state, parts, len(alike), offset, stride, rest_offset, rest_stride)
             offset += state_bytes(state)
             rest_offset += sum(map(state_bytes, parts))

@@ -15,7 +15,7 @@ from strandline.cache.inspection.explanation import explain_lookup, explain_prom
 from strandline.cache.inspection.lookups import Lookup, LookupLog
 from strandline.cache.inspection.view import view
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.engine.caching.memory_report import TenantBytes, tenant_bytes
+from strandline.engine.caching.memory import TenantBytes, tenant_bytes
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.records.account import Account
 from strandline.records.cache_questions import (

@@ -1,16 +1,24 @@
 """How deep the next step drafts, from where, and how many drafts were accepted.
 
 N-grams and suffixes are looked up before a step, which then waits for the tokens of the one before. So where the depth
-is chosen, and a step finds drafts for none of its requests, lookups *rest*: the depth is 0, so that steps are planned
-ahead, and drafts are looked up after a step's result instead, in a growing interval of steps, until some are found.
+is chosen, and a step finds drafts for none of its requests, lookups are *suspended*: the depth is 0, so that steps are
+planned ahead, and drafts are looked up after a step's result instead, in a growing interval of steps, until some are
+found.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from strandline.cache import PrefixCache
+from strandline.device.executor import ExecutorFacts
 from strandline.engine.drafting.draft_depth import DraftDepth
-from strandline.engine.drafting.drafting import ChoosingDrafter, Drafter, DraftLayerDrafter
+from strandline.engine.drafting.drafters import (
+    ChoosingDrafter,
+    Drafter,
+    DraftLayerDrafter,
+    new_draft_depth,
+    new_drafter,
+)
 from strandline.engine.drafting.step_drafts import NO_LIMITS, DraftLimits, StepDrafts, is_independent
 from strandline.engine.drafting.suffix_drafter import SuffixDrafter
 from strandline.engine.requests.draft_counters import DraftCounters
@@ -18,9 +26,10 @@ from strandline.engine.requests.request import Request
 from strandline.engine.requests.spans import NO_DRAFTS
 from strandline.records.events import SpeculationStats
 from strandline.records.plan import SequencePlan, StepPlan
+from strandline.speculative_config import SpeculativeConfig
 
 MOST_STEPS_BETWEEN_LOOKUPS: Final = 8
-"""While lookups rest. No request gets more tokens in between."""
+"""While lookups are suspended. No request gets more tokens in between."""
 
 
 class Drafts:
@@ -47,11 +56,11 @@ class Drafts:
         self.limits = limits._replace(corrects_lengths=limits.corrects_lengths and self.has_layer)
         self.depth = limits.draft_tokens
         """Drafts that the next step makes or, without a draft layer, verifies."""
-        self._may_rest = chooser is not None and not isinstance(drafter, DraftLayerDrafter)
-        self.is_resting = False
+        self._may_suspend = chooser is not None and not isinstance(drafter, DraftLayerDrafter)
+        self.is_suspended = False
         """Whether no drafts are looked up before steps, because none were found."""
         self._lookup_steps = 0
-        """While lookups rest: steps from one to the next."""
+        """While lookups are suspended: steps from one to the next."""
         self._steps_to_lookup = 0
         self._num_lookups = self._num_found = 0
         """Lookups while a step is planned, and those that found drafts."""
@@ -62,8 +71,8 @@ class Drafts:
         self.choose_depth(1, is_timed=False)
 
     def choose_depth(self, num_running: int, *, is_timed: bool) -> None:
-        """Choose the depth of the next step; as of ``DraftDepth.choose``, unless lookups rest."""
-        if self.is_resting and not self.has_layer:
+        """Choose the depth of the next step; as of ``DraftDepth.choose``, unless lookups are suspended."""
+        if self.is_suspended and not self.has_layer:
             self.depth = 0
         elif self.chooser is not None:
             self.depth = self.chooser.choose(max(num_running, 1), is_timed=is_timed)
@@ -73,7 +82,7 @@ class Drafts:
         drafter = self.drafter
         if drafter is None:
             return NO_DRAFTS
-        if self._choosing is not None and self.is_resting:
+        if self._choosing is not None and self.is_suspended:
             request.is_looked_up = False
             return request.drafts[:most]
         drafts = drafter.propose(request, most)
@@ -103,13 +112,13 @@ class Drafts:
             return
         step.end(sequences)
         self._last = step
-        if self._may_rest and self._num_lookups and not self._num_found:
+        if self._may_suspend and self._num_lookups and not self._num_found:
             # The next one is after this step's result: in time for the next step, if that is then planned at all.
-            self.is_resting, self._lookup_steps, self._steps_to_lookup = True, 1, 1
+            self.is_suspended, self._lookup_steps, self._steps_to_lookup = True, 1, 1
         self.choose_depth(num_running, is_timed=any(x.is_verification for x in sequences))
 
     def look_up(self, advanced: Sequence[Request], num_running: int) -> None:
-        """Keep the answers of requests that have ended; while lookups rest, look for drafts if it is time to.
+        """Keep the answers of requests that have ended; while lookups are suspended, look for drafts if it is time to.
 
         Drafts are looked for behind tokens that have come in. Requests that got their first token are always looked up.
         Where there are drafts, the depth of the next step is chosen again; it looks them up itself.
@@ -120,13 +129,13 @@ class Drafts:
             for request in advanced:
                 if request.finish_reason is not None:
                     lookup.add_answer(request)
-        if not self.is_resting or drafter is None:
+        if not self.is_suspended or drafter is None:
             return
         self._steps_to_lookup -= 1
         is_due = self._steps_to_lookup <= 0
         running = [x for x in advanced if x.finish_reason is None and (is_due or len(x.output_ids) == x.num_new)]
         if any(self._is_worth_looking_up(request, drafter) for request in running):
-            self.is_resting = False
+            self.is_suspended = False
             self.choose_depth(num_running, is_timed=True)
         elif is_due:
             self._steps_to_lookup = self._lookup_steps
@@ -143,7 +152,7 @@ class Drafts:
         It can after a plain step, if it is plain, too, or a CUDA graph drafts or does without. Or if both verify what a
         draft layer drafts, and a graph computes prompts as well. Lookups need the tokens of the last planned one.
         """
-        if self._choosing is not None and self.depth and not self.is_resting:
+        if self._choosing is not None and self.depth and not self.is_suspended:
             return False
         last, limits = self._last, self.limits
         if last.is_plain:
@@ -182,3 +191,12 @@ class Drafts:
 
 def _are_independent(requests: Iterable[Request]) -> bool:
     return all(map(is_independent, requests))
+
+
+def new_drafts(cache: PrefixCache, facts: ExecutorFacts, config: SpeculativeConfig | None) -> Drafts:
+    """Return the drafts of an engine, as configured."""
+    if config is None:
+        return Drafts(cache)
+    room = (facts.corrects_lengths, facts.verified_prompts)
+    limits = DraftLimits(facts.draft_tokens, config.tokens_kept_ahead, *room)
+    return Drafts(cache, new_drafter(config), limits, new_draft_depth(config), config.methods)

@@ -34,7 +34,7 @@ from strandline.engine.scheduling.fair_shares import FairShares
 from strandline.engine.scheduling.host_tokens import HostTokens
 from strandline.engine.scheduling.load_queue import LoadQueue, LoadState
 from strandline.engine.scheduling.long_prefills import LongPrefills
-from strandline.engine.scheduling.picture_steps import PictureSteps
+from strandline.engine.scheduling.pictures import PictureSteps
 from strandline.engine.scheduling.prompt_groups import PromptGroups
 from strandline.engine.scheduling.step_limits import StepLimits
 from strandline.engine.scheduling.stop_fallbacks import note_stop_tokens

@@ -1,5 +1,10 @@
-"""The tiers below the device in the core: their memory for the cache, and a line on each for reports."""
+"""The memory of an engine's cache: its size on the device, the tiers below it, and reports of both."""
 
+from typing import NamedTuple
+
+from strandline.cache.policy.window_classes import window_classes
+from strandline.cache.size import CacheSize
+from strandline.cache.stats import MemoryUse
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.spills import spare_blocks
 from strandline.device.executor import ExecutorFacts
@@ -7,6 +12,14 @@ from strandline.device.stores.host_store import HOST_STORE
 from strandline.device.stores.lower_stores import FileFacts
 from strandline.file_tiers import DISK
 from strandline.records.kept import NOTHING
+from strandline.specs import ModelSpec
+
+
+def cache_size(facts: ExecutorFacts, num_logs: int) -> CacheSize:
+    """Return what the cache allocates from in an executor's memory."""
+    spec = facts.spec
+    windows = window_classes(spec)
+    return CacheSize(facts.num_slabs, spec.blocks_per_slab, None, num_logs, facts.log_tokens, windows)
 
 
 def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:
@@ -36,7 +49,7 @@ def describe_tiers(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) -> l
     size = f"{lower.num_host_blocks * spec.block_bytes / 2**20:,.0f} MiB{on_each_rank(facts)}"
     below = f"as a buffer before the {lower.files.tier.title}" if lower.is_buffer and lower.files is not None else ""
     line = f"host memory: {size} " + (below or "for what the cache evicts")
-    if spec.at_rest(snapshot_dtype) != spec:
+    if spec.stored(snapshot_dtype) != spec:
         num_blocks = spec.stored_snapshots(snapshot_dtype).max_blocks
         line += f"; there a snapshot takes the room of {num_blocks} blocks, its states in {snapshot_dtype}: not exact"
     if (files := lower.files) is None:
@@ -61,3 +74,33 @@ def _files(files: FileFacts, size: str, has: str) -> str:
 def on_each_rank(facts: ExecutorFacts) -> str:
     """Return the suffix of a size that every rank has; empty with one rank."""
     return f" on each of {facts.num_ranks} ranks" if facts.num_ranks > 1 else ""
+
+
+class TenantBytes(NamedTuple):
+    """Allocated bytes of the arena, by use."""
+
+    slots_in_use: int
+    slots_evictable: int
+    blocks_in_use: int
+    blocks_evictable: int
+
+
+def tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> TenantBytes:
+    """Return the sizes of slots and of blocks of all kinds."""
+    windows_bytes, windows_evictable_bytes = (
+        sum(count * stride_bytes for count, stride_bytes in zip(counts, spec.window_strides_bytes, strict=True))
+        for counts in (memory.num_window_blocks, memory.num_evictable_window_blocks)
+    )
+    windows_in_use_bytes = windows_bytes - windows_evictable_bytes
+    return TenantBytes(
+        (memory.num_slots - memory.num_evictable_slots) * spec.slab_bytes,
+        memory.num_evictable_slots * spec.slab_bytes,
+        (memory.num_blocks - memory.num_evictable_blocks) * spec.block_bytes + windows_in_use_bytes,
+        memory.num_evictable_blocks * spec.block_bytes + windows_evictable_bytes,
+    )
+
+
+def bytes_by_tenant(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:
+    """Return the sizes of slots and blocks, and what is free, by name."""
+    held = tenant_bytes(memory, spec)
+    return {**held._asdict(), "free": memory.num_slabs * spec.slab_bytes - sum(held)}

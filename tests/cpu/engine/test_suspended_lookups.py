@@ -128,16 +128,16 @@ def test_new_request_is_looked_up_at_once(make: MakeLLM, monkeypatch: pytest.Mon
     is_found = False
     llm = make_looking(make, Lookups(expected, lambda num_output: is_found))
     assert generate(llm, prompt) == expected
-    assert llm.engine.scheduler.drafts.is_resting
+    assert llm.engine.scheduler.drafts.is_suspended
     is_found, steps = True, Steps(monkeypatch)
     assert generate(llm, prompt) == expected
     assert steps.drafted_behind[0] <= len(prompt) + 2
 
 
-def test_fixed_depth_never_rests(make: MakeLLM) -> None:
+def test_lookups_of_a_fixed_depth_are_never_suspended(make: MakeLLM) -> None:
     prompt = tokens(20, seed=2)
     llm = make(speculative_config={**NGRAMS, "adaptive": False})
     lookups = llm.engine.scheduler.drafts.drafter = Lookups([], lambda num_output: False)
     generate(llm, prompt)
-    assert not llm.engine.scheduler.drafts.is_resting
+    assert not llm.engine.scheduler.drafts.is_suspended
     assert lookups.num_lookups >= NUM_TOKENS - 3

@@ -1,4 +1,4 @@
-"""Drafts: tokens that a request may generate next, to be verified in one step (speculative decoding)."""
+"""Drafters: they propose tokens that a request may generate next, to be verified in one step (speculative decoding)."""
 
 from itertools import takewhile
 from typing import Final, Protocol
