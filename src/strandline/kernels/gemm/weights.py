@@ -106,7 +106,7 @@ class CodedWeight:
     """int32 ``[..., O, W]``, contiguous."""
     scales: Tensor
     """``[..., O, X]``, for all groups of all blocks, in the published dtype; uint8: exponents. Scales of whole rows are
-    repeated by a stride of zero; others are contiguous. int64: those of blocks of NVFP4, whose rows are contiguous."""
+    repeated by a stride of zero; others are contiguous. ``PACKED_SCALES``: one number per block."""
     num_inputs: int
     group: int
     """Inputs that share a scale."""

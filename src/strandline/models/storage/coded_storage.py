@@ -13,14 +13,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, CodedFormat
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, PACKED_SCALES, CodedFormat
 from strandline.kernels.gemm.weights import CodedWeight
 from strandline.models.layers.targets import Piece, Target
 from strandline.models.storage.codes import Codes, OpenCodes
 from strandline.models.storage.published import OpenWeight
 from strandline.models.storage.stored_rows import CHUNK_ELEMENTS, Rows, range_of
 
-RANDOM_SCALES: Final = {torch.int64: ((0xC0, 0xC8), 11.5), torch.uint8: ((126, 128), 0.75)}
+RANDOM_SCALES: Final = {PACKED_SCALES: ((0xC0, 0xC8), 11.5), torch.uint8: ((126, 128), 0.75)}
 """Random scales, as bytes ``[first, end)``, and their mean: from 8 to 15 in NVFP4; 1/2 and 1, where they are
 exponents."""
 
@@ -48,8 +48,8 @@ class StoredCodes:
         num_padded = -(-num_inputs // BLOCK_INPUTS) * BLOCK_INPUTS
         shape = num_rows, num_padded // self.group
         zeros_RX = factors_R = None
-        if self.scale_dtype == torch.int64:
-            scales_RX = torch.zeros(num_padded // BLOCK_INPUTS, num_rows, dtype=torch.int64, device=device).t()
+        if self.scale_dtype == PACKED_SCALES:
+            scales_RX = torch.zeros(num_padded // BLOCK_INPUTS, num_rows, dtype=PACKED_SCALES, device=device).t()
         else:
             scales_RX = torch.zeros(shape, dtype=self.scale_dtype, device=device)
         if self.has_zeros:
@@ -116,7 +116,7 @@ class CodedRows:
             shift = round(math.log2(scale / mean))
         else:
             self.factors_R.fill_(scale / mean)
-        memory = self.scales_RX.t() if self.scales_RX.dtype == torch.int64 else self.scales_RX
+        memory = self.scales_RX.t() if self.scales_RX.dtype == PACKED_SCALES else self.scales_RX
         memory.view(torch.uint8).random_(first + shift, end + shift, generator=generator)
 
     def weight(self, rows: slice, shape: Sequence[int], boundary: int) -> CodedWeight:

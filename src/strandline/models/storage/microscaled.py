@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.kernels.gemm.formats.coded import scale_numbers
+from strandline.kernels.gemm.formats.coded import PACKED_SCALES, scale_numbers
 from strandline.models.layers.targets import Index, Target
 from strandline.models.storage.coded_storage import StoredCodes
 from strandline.models.storage.codes import Codes
@@ -62,7 +62,7 @@ class MicroscaledFormat:
 
     def stored(self, weights: Mapping[str, "PublishedMicroscaled"]) -> StoredCodes:
         """See ``WeightFormat``."""
-        scale_dtype = torch.uint8 if self.scheme.has_exponents else torch.int64
+        scale_dtype = torch.uint8 if self.scheme.has_exponents else PACKED_SCALES
         return StoredCodes(self.scheme.format, self.scheme.group, scale_dtype)
 
     def stored_randomly(self, dtype: torch.dtype) -> StoredCodes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strandline.kernels.gemm import formats
 from strandline.kernels.gemm.formats import fp4, mxfp8
-from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, CodedFormat
+from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, PACKED_SCALES, CodedFormat
 from strandline.kernels.gemm.formats.format import Format
 from strandline.kernels.gemm.formats.four_bit import FOUR_BIT, GROUPS_FOUR_BIT, SYMMETRIC_ZERO
 from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeight
@@ -107,7 +107,7 @@ def exact(weight: Any) -> Tensor:
         word_I, bit_I = column_I % 32 // 2, column_I % 128 // 32 * 4 + column_I % 2 * 16
         code = weight.words[..., column_I // 128 * 16 + word_I] >> bit_I & 15
     group_I, scales = column_I // weight.group, weight.scales
-    if weight.scales.dtype == torch.int64:
+    if weight.scales.dtype == PACKED_SCALES:
         scales = scales.contiguous().view(torch.uint8)
         # The second and third of four groups are exchanged.
         group_I = group_I + 1 * (group_I % 4 == 1) - 1 * (group_I % 4 == 2)

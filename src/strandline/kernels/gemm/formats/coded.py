@@ -19,6 +19,9 @@ from strandline.kernels.launch import Launch
 BLOCK_INPUTS: Final = 128
 """Inputs whose codes lie together. Rows are padded to a multiple."""
 
+PACKED_SCALES: Final = torch.int64
+"""Dtype of packed scales (NVFP4): a number holds the scales of a block. Those of consecutive rows are contiguous."""
+
 E8M0_BIAS: Final = 127
 """A byte ``s`` is the scale ``2 ** (s - 127)``."""
 

@@ -18,6 +18,7 @@ from strandline.kernels.gemm.formats.coded import (
     CODED_FLOAT32,
     CODED_MANY,
     CODED_MIDDLE,
+    PACKED_SCALES,
     CodedFormat,
     draw_bits,
     padded,
@@ -89,7 +90,7 @@ def _shifted_right(words: Tensor, by: int) -> Tensor:
 
 
 def store(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return words, and scales in e4m3 as int64 numbers of all blocks; exponents stay as they are.
+    """Return words, and scales in e4m3 as ``PACKED_SCALES`` of all blocks; exponents stay as they are.
 
     No bits of scales stand for 0: the codes of a group with such a scale become zeros.
     """
@@ -99,7 +100,7 @@ def store(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     is_scaled = (numbers > 0).repeat_interleave(E4M3_GROUP, -1)[..., : codes.shape[-1]]
     numbers = F.pad(numbers, (0, -numbers.shape[-1] % (BLOCK_INPUTS // E4M3_GROUP)))
     bits = (numbers * 2.0**SCALE_EXPONENT).bfloat16().view(torch.int16)
-    return pack_codes(codes * is_scaled), _in_order((bits >> 4).byte()).contiguous().view(torch.int64)
+    return pack_codes(codes * is_scaled), _in_order((bits >> 4).byte()).contiguous().view(PACKED_SCALES)
 
 
 def stored_scale_numbers(scales: Tensor) -> Tensor:

@@ -80,13 +80,13 @@ class MicroscaledLayout(NamedTuple):
 def data(weight: CodedWeight) -> tuple:
     """Return words and how many a row has, scales of blocks and their strides of rows and of blocks, factors, if there
     are any, and ``HIGH_BITS``."""
-    scales = weight.scales if weight.scales.dtype == torch.int64 else weight.scales.view(torch.int32)
+    scales = weight.scales if weight.scales.dtype == coded.PACKED_SCALES else weight.scales.view(torch.int32)
     return weight.words, weight.words.shape[-1], scales, *scales.stride()[-2:], weight.factors, HIGH_BITS
 
 
 def layout(weight: CodedWeight) -> MicroscaledLayout:
     bits = weight.format.bits
-    return MicroscaledLayout(32 // bits, CODE_EXPONENTS[bits], weight.scales.dtype != torch.int64)
+    return MicroscaledLayout(32 // bits, CODE_EXPONENTS[bits], weight.scales.dtype != coded.PACKED_SCALES)
 
 
 @triton.jit
