@@ -33,7 +33,7 @@ class Fields:
     null has the default, if there is one.
 
     Args:
-        prefix: of the names in messages: the file, and the path of a configuration inside another.
+        prefix: prefix of the names in messages: the file, and the path of a configuration inside another.
         spelled: names that the file has for fields, where they differ; messages use them.
     """
 

@@ -165,7 +165,7 @@ def read_drafter_config(directory: Path, method: str) -> DrafterConfig:
     """Read the configuration of a drafter.
 
     Args:
-        method: of ``--speculative-config``.
+        method: method of ``--speculative-config``.
 
     Raises:
         ConfigError: it is missing, is of another method, or the drafter or a setting is not supported.

@@ -37,8 +37,8 @@ class PromptTooLongError(RequestError):
     """The prompt and one token of output do not fit into ``max_model_len`` tokens.
 
     Args:
-        num_tokens: of the prompt; None: they were not counted.
-        max_tokens: of a prompt.
+        num_tokens: number of tokens of the prompt; None: they were not counted.
+        max_tokens: maximum number of tokens of a prompt.
     """
 
     def __init__(self, message: str, *, num_tokens: int | None = None, max_tokens: int | None = None) -> None:

@@ -28,7 +28,7 @@ class SimulatedStores:
     What is stored to host memory takes no time, as it does not hold up a load.
 
     Args:
-        spec: of blocks and slots as they rest.
+        spec: spec of blocks and slots as they are stored.
         bytes_per_s: by store.
     """
 
@@ -43,7 +43,7 @@ class SimulatedStores:
         self.loaded_bytes = 0
 
     def begin(self, actions: Iterable[Action], now_s: float) -> None:
-        """Begin the transfers among some actions, behind those that are under way."""
+        """Begin the transfers among some actions, after those that are under way."""
         for action in actions:
             match action:
                 case LoadIn(blocks=blocks, snapshots=snapshots):

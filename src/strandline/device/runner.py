@@ -92,10 +92,10 @@ class Runner:
     """Runs steps on one device.
 
     Args:
-        kernels: those of the model, and ``RUNNER_OPERATIONS``; the model uses them.
-        constraints: of outputs; None without a tokenizer.
+        kernels: kernels of the model, and ``RUNNER_OPERATIONS``; the model uses them.
+        constraints: constraints of outputs; None: there is no tokenizer.
         poison: fill freed memory with NaN, so that tests notice when it is read.
-        synthetic_rates: as of ``draw_verdicts``.
+        synthetic_rates: see ``draw_verdicts``.
     """
 
     def __init__(

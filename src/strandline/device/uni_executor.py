@@ -67,7 +67,7 @@ class UniExecutor:
 
     Args:
         model: loaded weights on ``device``; with several ranks, this one's shard.
-        constraints: of outputs; None: no request may have a grammar, a budget of reasoning or a stop string.
+        constraints: constraints of outputs; None: requests have no grammars, budgets of reasoning or stop strings.
         weights: a digest of the model's weights, for what outlives the process.
         loading_s: how long the phases of loading the model took.
         progress: show progress bars while kernels are compiled and graphs captured.

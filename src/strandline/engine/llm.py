@@ -140,7 +140,7 @@ class LLM:
                 ``prompt`` or ``prompt_token_ids``, and optionally ``cache_salt``, ``marks``: token positions where
                 other prompts are likely to share its beginning, and ``multi_modal_data``: ``{"image": …}`` with a
                 picture of Pillow, or a list of them, for each of the model's tokens that stand for one.
-            sampling_params: for all prompts, or one for each. None: the model's defaults.
+            sampling_params: parameters for all prompts, or one for each. None: the model's defaults.
             use_tqdm: show progress; or what makes the progress bar, called as ``tqdm`` is.
             lora_request: the LoRA adapter for all prompts, or one for each; it is loaded if it is not.
 

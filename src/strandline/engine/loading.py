@@ -71,8 +71,8 @@ def load_executor(config: EngineConfig, vocabulary: Vocabulary | None = None, *,
     """Load a model into the executor that the configuration names.
 
     Args:
-        vocabulary: for structured outputs and stop strings where steps run in this process; by default it is loaded
-            here.
+        vocabulary: vocabulary for structured outputs and stop strings where steps run in this process; by default it is
+            loaded here.
         progress: show a progress bar while weights load.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What parts of a layer leave to the operation behind them: summands that have not been added up.
+"""What parts of a layer leave to the operation after them: summands that have not been added up.
 
 A norm, or a kernel that sums over ranks, reads every row once anyway. It can add up a token's choices of experts then:
 their sum needs no launch of its own, and is not written and read again. A norm can do the same with parts that have
@@ -26,7 +26,7 @@ class ExpertChoices:
     shared_gate_T1: Tensor | None
     """Before its sigmoid; None: the shared expert's part is added as it is."""
     held: range | None
-    """As of ``ExpertWeights``."""
+    """See ``ExpertWeights``."""
     add: Callable[["ExpertChoices"], Tensor]
     """Adds them up, in the dtype of ``out_AD``."""
 

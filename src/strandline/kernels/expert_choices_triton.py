@@ -38,7 +38,7 @@ class ChoicesArgument(NamedTuple):
 
 @triton.jit
 def sum_of_choices(choices, token_R, channel_N, is_token_R, mask_RN, D, TOP_K: tl.constexpr):
-    """Return tokens' weighted sums of choices, and of the shared expert behind its gate, in the choices' dtype.
+    """Return tokens' weighted sums of choices, and of the gated shared expert, in the choices' dtype.
 
     Args:
         choices: a ``ChoicesArgument``.
@@ -82,7 +82,7 @@ def _add_kernel(sum_ptr, choices, D, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr,
 
 
 def add_choices(choices: ExpertChoices) -> Tensor:
-    """Return the weighted sum of each token's choices, and of the shared expert behind its gate."""
+    """Return the weighted sum of each token's choices, and of the gated shared expert."""
     sum_TD = torch.empty_like(choices.like_sum)
     num_tokens, num_channels = sum_TD.shape
     _add_kernel[(num_tokens, cdiv(num_channels, BLOCK_SUM))](

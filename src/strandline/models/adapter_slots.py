@@ -103,7 +103,7 @@ class AdapterSlots:
     """The slots of a model. They are to be made while its weights can still be loaded.
 
     Args:
-        targets: of the model, whose projections outside the decoder take no adapters.
+        targets: targets of the model, whose projections outside the decoder take no adapters.
     """
 
     def __init__(

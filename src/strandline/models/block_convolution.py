@@ -47,7 +47,7 @@ def convolve(x_TE: Tensor, filters_TWE: Tensor, index_T: Tensor) -> Tensor:
     """Return the weighted sum of each token and those before it in its block.
 
     Args:
-        index_T: of each token in its block.
+        index_T: index of each token in its block.
     """
     out_TE = filters_TWE[:, 0] * x_TE
     for tap in range(1, filters_TWE.shape[1]):

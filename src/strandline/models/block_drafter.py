@@ -48,7 +48,7 @@ class BlockDrafter(nn.Module):
     """A ``Drafter`` of blocks.
 
     Args:
-        shape: of the embedding of the model that it drafts for.
+        shape: shape of the embedding of the model that it drafts for.
         has_head: whether it has its own output head.
 
     Raises:

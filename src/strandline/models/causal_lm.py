@@ -46,7 +46,7 @@ class CausalLM(nn.Module):
         published: yields the targets under the family's names, as ``targets``.
         build_draft_layer: builds the multi-token prediction layer; None: the model has none.
         build_tower: builds the vision tower; None: the model has none.
-        skipped_prefixes: of published tensors that the family has no use for, beside those of all models.
+        skipped_prefixes: prefixes of published tensors that the family does not use, besides those of all models.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class CausalLM(nn.Module):
         """Return hidden states whose logits predict the token in the position of each row, by a drafter of blocks.
 
         Args:
-            batch: of each sequence the last known token, and masks after it, whose keys and values are overwritten.
+            batch: each sequence's last known token, and masks after it, whose keys and values are overwritten.
             rows_N: rows of the batch whose hidden states are returned.
         """
         if not isinstance(self.drafter, BlockDrafter):

@@ -110,7 +110,7 @@ def new_chain(
     """Return what makes drafts depend on the tokens before them; None: nothing does.
 
     Args:
-        shape: of the embedding of the model that is drafted for.
+        shape: shape of the embedding of the model that is drafted for.
         head: the drafter's own output head; None: it has none.
     """
     if isinstance(config, SelectorConfig):

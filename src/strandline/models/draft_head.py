@@ -33,7 +33,7 @@ class DraftHead(nn.Module):
 
     Args:
         num_drafted: number of tokens that are drafted.
-        vocab_size: of the model.
+        vocab_size: size of the model's vocabulary.
     """
 
     draft_ids_V: Tensor

@@ -43,8 +43,8 @@ class EagleDrafter(nn.Module):
     """A ``Drafter`` of one token after the other.
 
     Args:
-        target_layers: of the model, whose outputs it reads.
-        shape: of the model's embedding.
+        target_layers: layers of the model whose outputs it reads.
+        shape: shape of the model's embedding.
         has_embedding: whether it has its own.
         has_head: whether it has its own output head.
 
@@ -129,8 +129,8 @@ class EagleDrafter(nn.Module):
         """Return hidden states, which are the features of the tokens that they predict.
 
         Args:
-            embedded_TE: of the tokens after those that the batch gives positions of.
-            features_TE: of those.
+            embedded_TE: embeddings of the tokens after those that the batch gives positions of.
+            features_TE: their features.
             rows_N: rows to return; None: all. Of the others, what later tokens read is stored.
         """
         joined_TX, residual_TE = self._joined(embedded_TE, features_TE)

@@ -76,12 +76,12 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
     """Yield the published tensors."""
     yield from decoder.targets("model.", names)
     for index, layer in enumerate(layers):
-        prefix, before, behind = f"model.layers.{index}.", layer.mixer_residual, layer.mlp_residual
+        prefix, before, after = f"model.layers.{index}.", layer.mixer_residual, layer.mlp_residual
         assert isinstance(before, SandwichNorm)
-        assert isinstance(behind, SandwichNorm)
+        assert isinstance(after, SandwichNorm)
         yield f"{prefix}input_layernorm.weight", whole(before.norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(before.out_norm_E)
-        yield f"{prefix}pre_feedforward_layernorm.weight", whole(behind.norm_E)
-        yield f"{prefix}post_feedforward_layernorm.weight", whole(behind.out_norm_E)
+        yield f"{prefix}pre_feedforward_layernorm.weight", whole(after.norm_E)
+        yield f"{prefix}post_feedforward_layernorm.weight", whole(after.out_norm_E)
         yield from layer.mixer.targets(f"{prefix}self_attn.")
         yield from layer.mlp.targets(f"{prefix}mlp.")

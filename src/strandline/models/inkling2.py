@@ -51,7 +51,7 @@ class BlockLayer(ConvolvedLayer[ClippedAttention, SigmoidMoe]):
 
     Args:
         begins_block: whether attention's output begins a block.
-        readers: of attention and of the experts.
+        readers: readers of attention and of the experts.
     """
 
     def __init__(

@@ -108,14 +108,14 @@ def load_model(
 
     Args:
         config: the model's; None: read from the directory.
-        dtype: of weights and activations; ``auto`` takes the configuration's, or bfloat16 where it has none.
+        dtype: dtype of weights and activations; ``auto`` takes the configuration's, or bfloat16 where it has none.
         shard: what to load of a model that is divided among ranks.
         load_format: ``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights.
-        seed: of the random weights.
+        seed: seed of the random weights.
         progress: show a bar over the files.
         with_draft_layer: load the layer for multi-token prediction, too.
         rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
-        kv_cache_dtype: of keys and values, as specs name it; None: ``dtype``.
+        kv_cache_dtype: dtype of keys and values, as specs name it; None: ``dtype``.
         keeps_quantized: leave weights that are published quantised so where kernels take them; else all are
             dequantised.
         pictures: load the vision tower, too, which encodes pictures prepared in this way; None: the model serves text.
@@ -174,7 +174,7 @@ class Parameters(Protocol):
     """What has parameters, as ``torch.nn.Module`` does."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of ``torch.nn.Module``."""
+        """See ``torch.nn.Module``."""
 
 
 def fill_with_random_weights(model: Parameters, seed: int, dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ class ResetCache(msgspec.Struct, tag=True, frozen=True):
     """Drop all that is cached, and compute unfinished requests anew. Refused while requests run, unless ``forced``."""
 
     clears: str
-    """As of ``Pause``."""
+    """See ``Pause``."""
     forced: bool
 
 
@@ -77,7 +77,7 @@ class UseWeights(msgspec.Struct, tag=True, frozen=True):
     """Compute with the prepared weights from now on, also what unfinished requests have computed."""
 
     clears: str
-    """As of ``Pause``."""
+    """See ``Pause``."""
 
 
 class DropWeights(msgspec.Struct, tag=True, frozen=True):

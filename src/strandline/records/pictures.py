@@ -133,7 +133,7 @@ def rotary_positions(spans: Sequence[PictureSpan], start: int, end: int) -> Rota
     from there. The text that follows a picture goes on after the largest of its positions.
 
     Args:
-        spans: those of the prompt, in order.
+        spans: spans of the prompt, in order.
     """
     positions = RotaryPositions(array("i"), array("i"), array("i"))
     delta = 0

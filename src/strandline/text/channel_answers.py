@@ -34,7 +34,7 @@ def end_of_call(answer: bytes, data: bytes, start: int) -> int | None:
     """Return where the messages of a rendered text end that say what an answer does, which ends with a call.
 
     Args:
-        answer: that follows ``OPENING``.
+        answer: answer that follows ``OPENING``.
         data: the rendered text.
         start: where the messages begin, after ``OPENING``.
 

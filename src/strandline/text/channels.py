@@ -1,4 +1,4 @@
-"""Parsing of answers that consist of messages in channels: reasoning, content and tool calls, each behind a header.
+"""Parsing of answers that consist of messages in channels: reasoning, content and tool calls, each with a header.
 
 An answer is ``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>``; a
 header may name a recipient, ``<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{…}<|call|>``,

@@ -35,7 +35,7 @@ class MessageError(RequestError):
 
     Args:
         reason: what is wrong with it.
-        index: of the message in the conversation.
+        index: index of the message in the conversation.
         param: as in ``RequestError``.
     """
 

@@ -36,7 +36,7 @@ def continued_text(messages: Messages, content: str, render: Render) -> str:
     """Return a conversation as text up to the end of the last message's content.
 
     Args:
-        content: of the last message, without sentinels of marks.
+        content: content of the last message, without sentinels of marks.
     """
     *before, last = messages
     text: str = last["content"]

@@ -29,7 +29,7 @@ class ControlTokens:
 
     Args:
         is_parsed: leave such strings unchanged, so that they become control tokens.
-        reserved: those that only the template may write; they are plain text in all messages.
+        reserved: tokens that only the template may write; they are plain text in all messages.
     """
 
     def __init__(self, tokenizer: Any, *, is_parsed: bool = False, reserved: Collection[str] = ()) -> None:

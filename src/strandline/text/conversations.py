@@ -188,7 +188,7 @@ class ChatRenderer:
         """Return a conversation as a prompt.
 
         Args:
-            pictures: those that placeholders in the messages stand for (``PicturePlaceholders``).
+            pictures: pictures that placeholders in the messages stand for (``PicturePlaceholders``).
             continue_final_message: end the prompt with the last message's content, so that the output continues it.
             max_characters: longer texts are rejected before tokenization.
             salt: answers to requests of another salt are not recalled. None: none are, nor is this one remembered.

@@ -36,7 +36,7 @@ class Detokenizer:
         """
         Args:
             tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
-            params: for stop strings and the handling of special tokens.
+            params: stop strings, and the handling of special tokens.
             hidden_ids: tokens that the text leaves out, instead of the special ones.
             reasoning: the rules of the reasoning, which stop strings do not end; None: they hold everywhere.
         """

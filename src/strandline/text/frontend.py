@@ -64,13 +64,13 @@ class Frontend:
     """Keeps the outputs of all unfinished requests.
 
     Args:
-        limits: of the core that will run the requests.
+        limits: limits of the core that will run the requests.
         tokenizer: a transformers tokenizer, or None to work with token ids only.
         eos_ids: tokens that end a request unless it sets ``ignore_eos``.
-        grammars: for the same tokenizer; created by default.
+        grammars: grammars for the same tokenizer; created by default.
         answers: remembers the outputs of requests with a recollection; None: nothing does.
-        seed: for requests without one.
-        thinking_end: as of ``end_thinking_with``.
+        seed: seed for requests without one.
+        thinking_end: see ``end_thinking_with``.
         has_priorities: the core schedules requests by their priorities.
     """
 

@@ -68,17 +68,17 @@ class PythonCalls:
         self._raw.append(space)
         self._text = stripped
         name = NAME.match(stripped)
-        behind = stripped[name.end() :].lstrip() if name else stripped
-        head = stripped[: len(stripped) - len(behind)]
+        following = stripped[name.end() :].lstrip() if name else stripped
+        head = stripped[: len(stripped) - len(following)]
         is_short = len(head) <= MAX_HEAD_CHARACTERS
-        if (not behind and is_short) or (self._close.startswith(stripped) and stripped != self._close):
+        if (not following and is_short) or (self._close.startswith(stripped) and stripped != self._close):
             return False
         if stripped.startswith(self._close) and not "".join(self._raw).strip(SEPARATORS):
             self._rest = stripped[len(self._close) :]
             return False
-        if name and is_short and behind.startswith("("):
+        if name and is_short and following.startswith("("):
             self._raw.append(head + "(")
-            self._name, self._text, self._scanner, self._step = name[0], behind[1:], Scanner(), self._in_call
+            self._name, self._text, self._scanner, self._step = name[0], following[1:], Scanner(), self._in_call
         else:
             self._step = self._lost
         return True

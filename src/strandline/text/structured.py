@@ -132,7 +132,7 @@ class Grammars:
 
     Args:
         source: called once, when the vocabulary is prepared.
-        vocab_size: of the model; tokens beyond the tokenizer's vocabulary are never allowed.
+        vocab_size: size of the model's vocabulary; tokens beyond the tokenizer's vocabulary are never allowed.
     """
 
     def __init__(self, source: Source, vocab_size: int) -> None:

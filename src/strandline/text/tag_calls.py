@@ -212,7 +212,7 @@ class TagCalls:
 
 
 def split_name(text: str) -> tuple[str | None, str] | None:
-    """Return a name and what follows its tag, given the text behind ``function`` or ``parameter``.
+    """Return a name and what follows its tag, given the text after ``function`` or ``parameter``.
 
     The name is None if the text does not begin with one; the result is None if that is not known yet.
     """

@@ -165,7 +165,7 @@ class TemplateTraits:
         """Render a question and a message that calls a function; return None if it is refused.
 
         Args:
-            fields: of the message.
+            fields: fields of the message.
         """
         with contextlib.suppress(RequestError):
             return self._render([{"role": "user", "content": _word(0)}, {**_call(arguments), **fields}])

@@ -40,7 +40,7 @@ class ToolFormat:
         """Return a parser of one output.
 
         Args:
-            schemas: of the functions that may be called.
+            schemas: schemas of the functions that may be called.
         """
         return ToolCallParser(self.openers, lambda opener: self.make_calls(opener, schemas), self.bare)
 

@@ -159,7 +159,7 @@ def _endpoint(url: str) -> str | None:
     """Return the URL of the server; None: it is Amazon's.
 
     Args:
-        url: that of the object store, for errors.
+        url: URL of the object store, for errors.
 
     Raises:
         ConfigError: an environment variable has no URL.

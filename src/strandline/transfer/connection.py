@@ -1,4 +1,4 @@
-"""Frames over TCP: a message, and bytes behind it. Every call ends within a time limit.
+"""Frames over TCP: a message, and bytes after it. Every call ends within a time limit.
 
 A frame is a head (``HEAD``: magic, length of the message, length of the bytes, checksum of the bytes and then of the
 message), the message as msgpack, and the bytes. What is not a frame, is too long or does not have its checksum ends the
@@ -58,7 +58,7 @@ class TransferError(Exception):
 
 
 class Frame(NamedTuple):
-    """A message, and the bytes behind it."""
+    """A message, and the bytes after it."""
 
     message: Message
     payload: bytearray | memoryview
@@ -141,7 +141,7 @@ class Connection:
         """Send a frame.
 
         Args:
-            payload_checksum: of the bytes, if it is known already.
+            payload_checksum: checksum of the bytes, if it is known already.
 
         Raises:
             TransferError: the peer has gone, or does not read.
@@ -195,10 +195,10 @@ class Connection:
     def expect(
         self, kind: type[Kind], payload_bytes: int = 0, *, patience_s: float = 0.0
     ) -> tuple[Kind, bytearray | memoryview]:
-        """Receive a frame of this kind, with ``payload_bytes`` bytes behind its message.
+        """Receive a frame of this kind, with ``payload_bytes`` bytes after its message.
 
         Args:
-            patience_s: as of ``receive``.
+            patience_s: see ``receive``.
 
         Raises:
             TransferError: as ``receive``; another frame came; or the peer reports a failure.
@@ -244,7 +244,7 @@ class Connection:
 
 
 def _require(kind: type[Kind], message: Message, num_bytes: int, wanted_bytes: int) -> Kind:
-    """Return a message that is of this kind, and has as many bytes behind it as wanted. Raises as ``expect``."""
+    """Return a message that is of this kind, and has as many bytes after it as wanted. Raises as ``expect``."""
     if isinstance(message, Failed):
         raise failure_of(message)
     if not isinstance(message, kind) or num_bytes != wanted_bytes:

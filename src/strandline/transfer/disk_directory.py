@@ -79,7 +79,7 @@ class DiskDirectory:
         path: created if need be, for its owner alone, and with it the directory of the rank.
         layout: what must be equal for bytes to mean the same (``transfer/layout.py``).
         block_bytes: the size of a block.
-        snapshot_sizes: those that a snapshot may have.
+        snapshot_sizes: sizes that a snapshot may have.
         rank: whose files it holds.
 
     Attributes:
@@ -173,7 +173,7 @@ class DiskDirectory:
         """Return the file, not written yet, of some of a path's blocks; None: of its snapshot.
 
         Args:
-            sizes: those of its items.
+            sizes: sizes of its items.
         """
         header = self._contents.new_header(path, blocks, sizes)
         return StoredFile(f"{token_hex(16)}.{header.description['kind']}", len(sizes), header)

@@ -65,7 +65,7 @@ class Want(msgspec.Struct, tag=True):
 
 
 class Piece(msgspec.Struct, tag=True):
-    """A part of what was wanted, as the bytes behind this message: at most ``CHUNK_BYTES`` of one piece."""
+    """A part of what was wanted, as the bytes after this message: at most ``CHUNK_BYTES`` of one piece."""
 
     index: int
     start: int = 0

@@ -64,7 +64,7 @@ class Mover(Protocol):
 
 
 class SocketMover:
-    """Sends the bytes behind messages, in chunks with a checksum each.
+    """Sends the bytes after messages, in chunks with a checksum each.
 
     Reading, checksums, the connection and writing overlap, unless there is little to move: while one piece is sent, the
     next one is read; while one comes, the one before is written.

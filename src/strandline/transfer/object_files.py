@@ -53,7 +53,7 @@ class ObjectFiles:
         url: ``s3://BUCKET/PREFIX``.
         layout: what must be equal for bytes to mean the same; with several ranks, it names the rank.
         block_bytes: the size of a block.
-        snapshot_sizes: those that a snapshot may have.
+        snapshot_sizes: sizes that a snapshot may have.
 
     Attributes:
         max_file_bytes: most bytes of blocks in a file, which is assembled in memory.
@@ -126,7 +126,7 @@ class ObjectFiles:
         """Return the file, not written yet, of some of a path's blocks; None: of its snapshot.
 
         Args:
-            sizes: those of its items.
+            sizes: sizes of its items.
         """
         header = self._contents.new_header(path, blocks, sizes)
         return StoredFile(_name_of(header), len(sizes), header)

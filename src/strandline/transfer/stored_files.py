@@ -106,7 +106,7 @@ class FileContents(NamedTuple):
         layout: what must be equal for bytes to mean the same (``transfer/layout.py``).
         key_id: names the key that salts are hashed with.
         block_bytes: the size of a block.
-        snapshot_sizes: those that a snapshot may have.
+        snapshot_sizes: sizes that a snapshot may have.
     """
 
     layout: Mapping[str, str]
@@ -118,7 +118,7 @@ class FileContents(NamedTuple):
         """Return the header of a file, not written yet, of some of a path's blocks; None: of its snapshot.
 
         Args:
-            sizes: those of its items.
+            sizes: sizes of its items.
         """
         hashes = [root_hash(path.tree)]
         hashes += block_hashes(hashes[0], path.data)

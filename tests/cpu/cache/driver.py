@@ -139,7 +139,7 @@ class Driver:
         """Return what a store offers of a prompt: all its blocks from ``first_block`` on, and snapshots.
 
         Args:
-            positions: of the snapshots; the last is the end of the offer, else it ends with the prompt.
+            positions: positions of the snapshots; the last is the end of the offer, else it ends with the prompt.
         """
         placed = sorted(positions)
         position = placed[-1] if placed else len(tokens)

@@ -68,7 +68,7 @@ def convert(
     Args:
         block: the size of a tensor's blocks.
         shape_scale: gives scales their published form.
-        suffix: of a scale's name.
+        suffix: suffix of a scale's name.
     """
     fp8, plain = directory / "fp8", directory / "plain"
     tensors, expected = load_file(source / "model.safetensors"), {}

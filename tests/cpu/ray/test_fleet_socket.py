@@ -35,7 +35,7 @@ class Replicas:
     """Replicas that sample 100, 101, … for every sequence.
 
     Args:
-        lives: for each attempt, the number of tokens after which the replica dies; further ones live.
+        lives: number of tokens after which the replica dies, for each attempt; in further ones it lives.
         offset: added to the tokens of all attempts but the first.
     """
 

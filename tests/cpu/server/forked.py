@@ -47,7 +47,7 @@ class ForkedProcess:
 
     Args:
         template: the address of the template.
-        descriptors: those that the process gets, by their numbers there.
+        descriptors: descriptors that the process gets, by their numbers there.
         environment: None: that of this process.
         has_pipe: whether its standard input is a pipe, which this process may close.
     """

@@ -34,7 +34,7 @@ class Authority:
         """Return the context of a client that trusts this authority.
 
         Args:
-            issuer: of its own certificate; None: it has none.
+            issuer: issuer of its own certificate; None: it has none.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._ca.configure_trust(context)

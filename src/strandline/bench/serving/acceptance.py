@@ -1,6 +1,6 @@
 """Acceptance of drafts during a run, from a server's metrics before and after it.
 
-The metrics' names are vLLM's, behind the prefix of the engine; those of the figures are vLLM's benchmark's.
+The metrics' names are vLLM's, after the prefix of the engine; those of the figures are vLLM's benchmark's.
 """
 
 import re

@@ -141,7 +141,7 @@ def target_of(options: Namespace, key: str | None, salt: str | None) -> Target:
     """Return the target of requests; the caller adds the model's name to the body.
 
     Args:
-        key: for servers that require one.
+        key: key for servers that require one.
         salt: ``cache_salt`` of all requests; None sends none.
 
     Raises:

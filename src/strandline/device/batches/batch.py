@@ -183,7 +183,7 @@ def build_host_batch(
         sequences: decodes first, then prefills; each computes one token or more.
         num_decodes: how many of them are decodes.
         pending_rows: as ``PendingTokens.locate`` returns them; None: no token is pending.
-        draft_tokens: that a log has room for.
+        draft_tokens: number of drafts that a log has room for.
     """
     columns_FN = np.zeros((NUM_PLANNED + 2, len(sequences)), dtype=np.int64)
     columns_FN[:NUM_PLANNED] = np.array(list(map(PLANNED_FIELDS, sequences)), dtype=np.int64).T
@@ -318,7 +318,7 @@ def locate(
 
     Args:
         tables: ``block_table_NM``, then ``window_table_NM`` of each size.
-        are_single: as of ``locate_rows``.
+        are_single: see ``locate_rows``.
     """
     block_table_NM, *window_tables = tables
     columns, locate_in = planned.columns, kernels[locate_rows]

@@ -29,7 +29,7 @@ class EncodedPictures:
 
     Args:
         memory_XE: takes the embeddings of pictures.
-        max_tokens: of the pictures of a call, together, unless it is one; 0: each has its own.
+        max_tokens: limit on the tokens of the pictures of a call, if they are several; 0: each picture has its own.
         ranks: divide the pictures of a step among each other; all have all embeddings.
     """
 

@@ -214,7 +214,7 @@ class PaddedStep:
         not for those that loop over sequences.
 
         Args:
-            max_context: of any sequence, in tokens.
+            max_context: longest context of a sequence, in tokens.
             tables: made of the same integers; None: the step has no drafts.
             window_tables: ``window_table_NM`` of each size of windows.
         """
@@ -384,7 +384,7 @@ def _part(whole: AttentionBatch, sequences: slice, rows: slice, most_rows: int |
     """Return a part of a padded step whose sequences and rows follow each other.
 
     Args:
-        most_rows: of a sequence, if all but the filler are short.
+        most_rows: maximum number of rows of a sequence, if all but the filler are short.
     """
     starts_N1 = whole.query_starts_N1[sequences.start : sequences.stop + 1]
     if rows.start:

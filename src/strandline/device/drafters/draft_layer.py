@@ -101,7 +101,7 @@ def single_rows(
     """Return a step of one token of each sequence of another step but the filler, for layers without states.
 
     Args:
-        index: of the tokens among the drafts; the first is 0.
+        index: index of the tokens among the drafts; the first is 0.
         starts_N1: the integers from 0 to the number of sequences.
     """
     num_sequences = len(token_N)
@@ -203,7 +203,7 @@ class DraftLayer:
         """Make pairs, and draft one token after the other; return the drafts.
 
         Args:
-            rows_N: of the pairs that are drafted after.
+            rows_N: rows of the pairs that are drafted after.
             single: returns the pairs of drafts by their index and tokens.
         """
         hidden_NE = self._model.draft(pairs, hidden_TE, self._memory, rows_N)

@@ -117,7 +117,7 @@ def choose_storage(
     """Decide whether quantised weights stay so: on GPUs that multiply all of them, if the user has not said otherwise.
 
     Args:
-        dtype: of activations, and of weights that are dequantised.
+        dtype: dtype of activations, and of weights that are dequantised.
 
     Raises:
         ConfigError: the weights are quantised in a way that is not supported.
@@ -154,7 +154,7 @@ def drafts_in_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype
     """Return whether the output head is best kept in FP8 for drafts as well: it is most of what a draft reads.
 
     Args:
-        dtype: of activations.
+        dtype: dtype of activations.
     """
     if config.dequantize or dtype == torch.float32 or kind_of(device) != "cuda":
         return False

@@ -75,7 +75,7 @@ class UploadedTable:
         """Bring rows into the table, from the first column on; the rest stays. They must not change.
 
         Args:
-            first_row: of the table's, that takes the first one. Rows that are written to different ones never overlap.
+            first_row: row of the table that takes the first one. Rows written to different tables never overlap.
         """
         num_rows, width = rows_NM.shape
         last_NM = self._last.get(first_row)

@@ -107,7 +107,7 @@ class ProcessRanks:
         return self._of_all(x).transpose(0, 1).reshape(len(x), -1)
 
     def _of_all(self, x: Tensor) -> Tensor:
-        """Return all ranks' tensors, one behind the other."""
+        """Return all ranks' tensors, one after the other."""
         parts = x.new_empty(self.size, *x.shape)
         if x.numel():
             dist.all_gather(list(parts.unbind()), x.contiguous())

@@ -146,7 +146,7 @@ def choose(
 
     Args:
         logits_RV: a row for each sequence, and one more for each of its drafts; may be overwritten.
-        positions_R: of the tokens to choose; None: the states know them.
+        positions_R: positions of the tokens to choose; None: the states know them.
         greedy_R: the likeliest tokens, if they are known; may be overwritten.
     """
     if len(logits_RV) > len(candidates) and not all(each.state.is_independent for each in candidates):

@@ -96,7 +96,7 @@ def choose_rows(
 
     Args:
         logits_NP: temperature applied; float32 unless ``filters`` is None.
-        filters: of rows to draw from; None: all rows take their likeliest token.
+        filters: filters of rows to draw from; None: all rows take their likeliest token.
     """
     if filters is None:
         return likeliest(logits_NP, kernels)

@@ -112,7 +112,7 @@ def sample_rows(
         logits_NP: may be overwritten.
         states: one per row. Several rows may have the same one, if it is independent of what is chosen before: those of
             consecutive tokens.
-        position_N: of the tokens to sample; None: the states know them.
+        position_N: positions of the tokens to sample; None: the states know them.
         greedy_N: the likeliest tokens, if they are known; may be overwritten.
     """
     failures: dict[int, str] = {}

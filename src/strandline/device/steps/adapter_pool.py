@@ -65,7 +65,7 @@ class AdapterPool:
         """Put the adapters of a step into slots; return the slot of each sequence, or None: no sequence has one.
 
         Args:
-            states: of all requests.
+            states: states of all requests.
         """
         if self._slots is None:
             return None

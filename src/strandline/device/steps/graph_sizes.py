@@ -46,7 +46,7 @@ def verification_sizes(sizes: Sequence[StepSize], draft_tokens: int) -> list[Ste
     """Return the sizes of steps that verify or make drafts: few, or as many as there may be.
 
     Args:
-        sizes: of steps without drafts. Steps of prompts alone need no others.
+        sizes: sizes of steps without drafts. Steps of prompts alone need no others.
     """
     depths = [*(depth for depth in VERIFIED_DEPTHS if depth < draft_tokens), draft_tokens]
     decodes = [replace(size, draft_tokens=depth) for size in sizes if not size.num_prompt_rows for depth in depths]

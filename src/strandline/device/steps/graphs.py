@@ -190,7 +190,7 @@ class StepGraphs:
     Args:
         last: takes what a step samples.
         drafter: drafts after a step; None: nothing does.
-        max_model_len: of the longest request, in tokens.
+        max_model_len: length of the longest request, in tokens.
     """
 
     def __init__(

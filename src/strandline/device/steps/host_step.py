@@ -153,11 +153,11 @@ class Layout:
     """Lays out the steps of a runner.
 
     Args:
-        states: of its requests.
+        states: states of its requests.
         adapters: are put into slots as steps need them.
         log_tokens: drafts that a log has room for.
         keeps_pairs: as of the ``StepDrafter``.
-        synthetic_rates: as of ``draw_verdicts``.
+        synthetic_rates: see ``draw_verdicts``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' tokens, fetched behind the step that computes them.
+"""Log-probabilities of prompts' tokens, fetched after the step that computes them.
 
 Shape suffixes: X rows of hidden states, N prompt tokens, P part of the vocabulary, E hidden size.
 """

@@ -64,7 +64,7 @@ class Files(Protocol):
         """Return the file, not written yet, of some of a path's blocks; None: of its snapshot.
 
         Args:
-            sizes: those of its items.
+            sizes: sizes of its items.
         """
 
     def write(self, file: StoredFile, items: Iterable[Iterable[Buffer]]) -> None:

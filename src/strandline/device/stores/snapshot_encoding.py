@@ -92,7 +92,7 @@ class InFewerBits:
     """The recurrent states of a slot are stored in fewer bits.
 
     Args:
-        spec: of the slots.
+        spec: spec of the slots.
         dtype: ``bfloat16`` or ``int8``.
     """
 

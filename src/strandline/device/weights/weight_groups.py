@@ -74,7 +74,7 @@ class GlooGroup:
     """A group over TCP.
 
     Args:
-        address: of this machine, which the others reach.
+        address: address of this machine, which the others reach.
     """
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, address: str) -> None:

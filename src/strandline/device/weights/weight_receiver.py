@@ -34,8 +34,8 @@ class WeightReceiver:
 
     Args:
         config: None: trainers send nothing to this engine.
-        rank: of this one among all ranks of all engines of the server.
-        device: that the trainer sends to.
+        rank: rank of this receiver among all ranks of all engines of the server.
+        device: device that the trainer sends to.
     """
 
     def __init__(self, config: WeightTransferConfig | None, rank: int, device: torch.device) -> None:

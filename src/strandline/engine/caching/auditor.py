@@ -53,7 +53,7 @@ class Auditor:
     Args:
         rate: share of the hits, 0 to 1.
         max_model_len: no request is longer, in tokens.
-        seed: of the choice.
+        seed: seed of the choice.
     """
 
     def __init__(self, rate: float, max_model_len: int, *, seed: int = 0) -> None:

@@ -52,7 +52,7 @@ class ObjectCatalog:
     """What is found in an object store, for one thread to take.
 
     Args:
-        files: those of the first rank; other ranks store the same under the same names.
+        files: files of the first rank; other ranks store the same under the same names.
         has_snapshots: whether prompts resume at snapshots alone.
 
     Raises:

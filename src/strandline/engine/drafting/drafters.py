@@ -55,7 +55,7 @@ class DraftLayerDrafter:
     """Hands on what layers, the model's draft layer or a drafter's, drafted after the last step."""
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
-        """Return the drafts behind the request's last token."""
+        """Return the drafts after the request's last token."""
         return request.drafts[:max_tokens]
 
 

@@ -120,7 +120,7 @@ class Drafts:
     def look_up(self, advanced: Sequence[Request], num_running: int) -> None:
         """Keep the answers of requests that have ended; while lookups are suspended, look for drafts if it is time to.
 
-        Drafts are looked for behind tokens that have come in. Requests that got their first token are always looked up.
+        Drafts are looked for after tokens that have come in. Requests that got their first token are always looked up.
         Where there are drafts, the depth of the next step is chosen again; it looks them up itself.
         """
         drafter = self.drafter

@@ -20,7 +20,7 @@ class DraftLimits(NamedTuple):
     draft_tokens: int = 0
     """Most drafts of a request in a step."""
     tokens_kept_ahead: int = -1
-    """As of ``SpeculativeConfig``."""
+    """See ``SpeculativeConfig``."""
     corrects_lengths: bool = False
     """Whether the executor completes sequences that are planned before it is known how many of their drafts are
     accepted."""
@@ -80,7 +80,7 @@ class StepDrafts:
         """Return what a sequence does in the step; None: it is left out until all is settled.
 
         Args:
-            end: of the tokens that it computes for certain, for which there is room unless a step is under way.
+            end: end of the tokens that are computed for certain, for which there is room unless a step is under way.
         """
         start, num_tokens = lease.computed, request.num_tokens
         is_last_token = end - start == 1 and end == num_tokens > request.num_prompt_tokens

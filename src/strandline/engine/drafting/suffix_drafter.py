@@ -25,7 +25,7 @@ class SuffixDrafter:
         max_drafts: the most drafts of a request in a step.
         max_depth: the most tokens of a match and its drafts together.
         max_factor: drafts per token of the match, at most.
-        min_probability: of a draft and those before it, by how often they followed.
+        min_probability: least probability of a draft and those before it, by how often they followed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SuffixDrafter:
         """The longest match that leaves room for all of its drafts."""
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
-        """Return the likeliest tokens behind the longest match; earlier answers come first where all else is equal."""
+        """Return the likeliest tokens after the longest match; earlier answers come first where all else is equal."""
         if request.suffixes is None:
             request.suffixes = SuffixIndex(request.tokens)
         else:
@@ -59,7 +59,7 @@ class SuffixDrafter:
         return likeliest(continuations, most, self._min_probability)
 
     def add_answer(self, request: Request) -> None:
-        """Keep the answer of a request that has ended without an error, behind the last tokens of its prompt."""
+        """Keep the answer of a request that has ended without an error, after the last tokens of its prompt."""
         if not request.is_audit and request.finish_reason is not FinishReason.ERROR:
             context = request.prompt_ids[-self._max_match :]
             self.answers.add(request.salt, [*context, *request.output_ids])

@@ -53,7 +53,7 @@ class PrefixPulls:
 
     Args:
         hello: the description of this engine that peers receive.
-        spec: of the model on one rank, as peers send it.
+        spec: spec of the model on one rank, as peers send it.
         blocks_per_slab: in the memory of a rank.
         timeout_s: how long a peer may send nothing.
     """

@@ -1,6 +1,6 @@
 """An index of a growing text that finds where the last tokens of a text occurred before, and what followed there.
 
-Each run of ``MIN_MATCH_TOKENS`` tokens has a bucket of a hash table with the latest position behind such a run, and
+Each run of ``MIN_MATCH_TOKENS`` tokens has a bucket of a hash table with the latest position after such a run, and
 each position refers to the one before in its bucket, as in compressors of the LZ77 kind. So a token takes a few bytes
 and a constant time, the oldest tokens can be dropped at any time, and a search visits a bounded number of positions.
 Positions are counted in tokens, and 0 stands for none.
@@ -56,7 +56,7 @@ class SuffixIndex:
     def __init__(self, tokens: TokenBuffer) -> None:
         self._tokens = tokens
         self._start = self._end = 0
-        """The tokens that are indexed: those before are dropped, those behind have not been indexed yet."""
+        """The tokens that are indexed: those before are dropped, those after have not been indexed yet."""
         self._rebuild()
 
     def __len__(self) -> int:

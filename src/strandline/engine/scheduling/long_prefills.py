@@ -24,7 +24,7 @@ class LongPrefills:
 
     Args:
         threshold: prefills of more tokens are long; 0: none is.
-        step_tokens: of a whole step.
+        step_tokens: number of tokens of a whole step.
     """
 
     def __init__(self, threshold: int, step_tokens: int) -> None:

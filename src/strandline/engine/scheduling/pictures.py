@@ -20,7 +20,7 @@ class PictureRows:
     """Allocates rows of the memory of encoded pictures, by picture.
 
     Args:
-        num_rows: of the memory, one for each token.
+        num_rows: number of rows of the memory, one for each token.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -93,7 +93,7 @@ class PictureSteps:
     """The part of the scheduler that handles pictures. Costs nothing while no request has any.
 
     Args:
-        num_rows: of the memory of encoded pictures; 0: the model reads none.
+        num_rows: number of rows of the memory of encoded pictures; 0: the model reads none.
         looks_ahead: whether a step also needs the embedding of the token after its last one, for drafts.
     """
 

@@ -1,7 +1,7 @@
 """How many waiting prompts begin in one step.
 
 Prompts that come together could share one step: none of them has its first token before the last one is computed. Or
-each could have a step of its own: then every step's fixed cost, such as reading all weights, delays those behind it.
+each could have a step of its own: then every step's fixed cost, such as reading all weights, delays those after it.
 With ``g`` tokens of prompts in each step, the mean time to the first token of ``w`` waiting tokens grows as
 ``c w / g + g``, where ``c`` is how many tokens take as long as the fixed cost. It is least at ``g = sqrt(c w)``: few
 prompts form small groups, and a long queue, whose time is that of its throughput, fills the steps.

@@ -66,7 +66,7 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            loads: those of the cache.
+            loads: the cache's loads.
             drafts: makes drafts; None: there are no drafts.
             introduce: returns the data that the executor gets of a request when it first runs.
         """
@@ -403,7 +403,7 @@ class Scheduler:
                 # It ended while the step was in flight; the device has not changed its state.
                 continue
             if sequence.is_sampled:
-                # They are behind a token that is no longer the last.
+                # They are after a token that is no longer the last.
                 request.drafts = NO_DRAFTS
             if sequence.num_drafts or (sequence.pending and sequence.log and sequence.is_prefill):
                 # One token is computed, and one sampled, whichever drafts agree, and did in the step before.

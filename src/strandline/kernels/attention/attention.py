@@ -67,7 +67,7 @@ def gathered_sequences(
     """Yield the rows of each sequence from the first on, and ``k_LGD`` and ``v_LGD`` of what they see.
 
     Args:
-        dtype: of e4m3 numbers that are yielded.
+        dtype: dtype of e4m3 numbers that are yielded.
     """
     for i in range(first, len(batch.context_lens)):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
@@ -108,7 +108,7 @@ def gathered(stream_BPGD: Tensor, table_M: Tensor, span: Span, dtype: torch.dtyp
     """Return the keys or values of one sequence's span, and nothing around it.
 
     Args:
-        dtype: of e4m3 numbers that are returned.
+        dtype: dtype of e4m3 numbers that are returned.
     """
     start, end = span.rows
     blocks_M = table_M[span.first_block : span.first_block + span.num_blocks]

@@ -1,6 +1,6 @@
 """Softmax attention to a long prefix, in Gluon, for Hopper GPUs.
 
-A prefill behind a long context spends most of its time on keys that all of its queries see. This kernel attends to
+A prefill after a long context spends most of its time on keys that all of its queries see. This kernel attends to
 the whole blocks before the first query: it needs no masks and meets no partly filled block. ``attention_triton.py``
 starts from the result and adds the remaining keys, up to the diagonal.
 
@@ -346,7 +346,7 @@ def attend_prefix(
     """Attend all queries to all keys of the first blocks of one sequence, one block at least.
 
     Args:
-        scale_log2: of scores whose exponentials are powers of two; the scale of keys in e4m3 included.
+        scale_log2: scale of scores whose exponentials are powers of two; includes the scale of keys in e4m3.
         span_blocks: how many blocks in e4m3 are widened at once.
 
     Returns:

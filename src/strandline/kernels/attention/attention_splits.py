@@ -58,8 +58,8 @@ def least_decode_programs(num_programs: int, bytes_each: int, least_programs: in
     """Return how many programs decodes are split into at least, if they are ``num_programs`` with one split.
 
     Args:
-        bytes_each: of keys and values that a program loads ahead.
-        least_programs: of few decodes.
+        bytes_each: bytes of keys and values that a program loads ahead.
+        least_programs: least number of programs of few decodes.
     """
     return num_programs if num_programs * bytes_each >= DECODE_BYTES else least_programs
 
@@ -89,7 +89,7 @@ def plan_decodes(
 
     Args:
         num_programs: with one split.
-        least_programs: as of ``num_decode_splits``.
+        least_programs: see ``num_decode_splits``.
         min_split_blocks: blocks of a split, at least, where launches are not fixed.
     """
     if launches is Launches.FIXED:
@@ -163,7 +163,7 @@ def plan_prefills(
     """
     (first, end), (group, num_kv_heads), (tile_rows, tile_keys) = prefills, heads, tile
     query_starts = batch.query_starts[first : end + 1]
-    # A padded step's last prompt ends, on the host, behind its rows: there is a tile for every prompt's last row.
+    # A padded step's last prompt ends, on the host, after its rows: there is a tile for every prompt's last row.
     num_tokens = min(query_starts[-1], num_rows) - query_starts[0]
     num_tiles = num_row_tiles(query_starts, group, tile_rows)
     max_keys = max(batch.context_lens[first:end])

@@ -21,7 +21,7 @@ product of mixed factors and of the profiles' columns for a tile's distances. Al
 distances; of a prefill's, each takes its own from a range that covers them. Tiles beyond all distances add nothing.
 
 Variants, per layer shape and window: decodes with one split and with more; prefills and those of a few rows with one
-split and with more, each of up to 16 sequences and of more; prefills of one sequence behind a prefix; one combination
+split and with more, each of up to 16 sequences and of more; prefills of one sequence after a prefix; one combination
 of any number of splits.
 
 Deterministic, a decode's splits have a fixed length instead, and a prefill has one: bits depend on no other sequence.
@@ -587,7 +587,7 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
 
 
 def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
-    """Write the rows behind the decodes': sequences behind a long prefix one by one, those between them together."""
+    """Write the rows after the decodes': sequences after a long prefix one by one, those between them together."""
     batch = call.batch
     num_sequences = len(batch.query_starts) - 1
     first = num_decodes

@@ -203,7 +203,7 @@ def attend_chosen(
 
     Args:
         memory: keys and values, ``[B, P, G, D]``; None: values are the first channels of keys.
-        group_TK: of each row as many groups as are complete, at most K, before any -1.
+        group_TK: complete groups of each row, at most K of them, before any -1.
     """
     (num_rows, num_heads, head_dim), (k_BPGD, v_BPGD) = q_THD.shape, memory
     num_kv_heads, max_groups = k_BPGD.shape[2], group_TK.shape[1]

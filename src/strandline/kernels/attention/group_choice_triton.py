@@ -415,7 +415,7 @@ def choose_best(
     """Return the groups of each row with the greatest scores, ``group_TK``, in their order, and -1 after them.
 
     Args:
-        weight_TJ: of the index heads; None: each counts once.
+        weight_TJ: weights of the index heads; None: each counts once.
     """
     num_rows, num_heads, index_dim = q_TJC.shape
     num_sequences, table_NM = len(batch.query_starts_N1) - 1, batch.block_table_NM

@@ -3,7 +3,7 @@
 A *group* is ``group_tokens`` consecutive tokens, counted from the sequence's first. Every token keeps an index key; the
 key of a group is the mean of those of its tokens, normalised and rotated by the position of the first one. A query
 attends to the ``max_groups`` groups, among those that end at or before it, with the greatest sums over index heads of
-``relu(index query * group key)``, and to the tokens behind the last of those groups, up to itself. Ties go to the
+``relu(index query * group key)``, and to the tokens after the last of those groups, up to itself. Ties go to the
 earlier group.
 
 The reference implementation, which also runs on CPUs. Invariants: those of ``attention.py``.
@@ -170,7 +170,7 @@ def seen_tokens(index_q_TJC: Tensor, group_key_NC: Tensor, first: int, end: int,
 
     Args:
         first: position of the first query; they are consecutive, and the last one is ``end - 1``.
-        group_key_NC: of all complete groups among these tokens, or of more.
+        group_key_NC: keys of all complete groups among these tokens, or of more.
     """
     group_tokens, num_groups = index.group_tokens, end // index.group_tokens
     device = index_q_TJC.device
@@ -190,8 +190,8 @@ def best_groups(score_TN: Tensor, first: int, group_tokens: int, max_groups: int
     """Return the groups with the greatest scores, ``[T, min(N, max_groups)]``; -1 where fewer are complete.
 
     Args:
-        score_TN: of the first N groups of a sequence; overwritten.
-        first: position of the first query; they are consecutive. Groups that end behind a query do not count.
+        score_TN: scores of the first N groups of a sequence; overwritten.
+        first: position of the first query; they are consecutive. Groups that end after a query do not count.
     """
     num_queries, num_groups = score_TN.shape
     position_T1 = torch.arange(first, first + num_queries, device=score_TN.device).unsqueeze(-1)

@@ -3,7 +3,7 @@
 A *group* is ``group_tokens`` consecutive tokens, counted from the sequence's first. Every token keeps an index key and
 gates, one per channel; the key of a group is the sum of its tokens' index keys, weighed by a softmax over their gates
 plus a bias by index in the group. A query attends to the ``max_groups`` groups, among those that end at or before it,
-with the greatest sums over index heads of ``weight * relu(index query * group key)``, and to the tokens behind the last
+with the greatest sums over index heads of ``weight * relu(index query * group key)``, and to the tokens after the last
 of those groups, up to itself. Ties go to the earlier group; transformers leaves them to ``topk``, which may choose any.
 
 Both operations are reference implementations, which also run on CPUs. The second gathers the latents of each query,

@@ -34,7 +34,7 @@ def _added_scores(
 
     Args:
         relative: mixed factors of the rows, the profiles, the number of distances, and one over the scale of scores.
-        first_position: of the first row.
+        first_position: position of the first row.
         SPAN: distances between the tile's keys and all rows; as many as keys if all rows have the same position.
     """
     mix_MC, profiles_ptr, num_distances, unscale = relative

@@ -34,7 +34,7 @@ def latent_attention(
     """Store the step's latents in their blocks, then attend every token to its sequence's up to itself.
 
     Args:
-        q_THD: of all tokens, or of the decodes alone: then these alone attend.
+        q_THD: queries of all tokens, or of the decodes alone: then these alone attend.
         num_decodes: how many sequences, from the first, have one token each.
         value_dim: V, at most D.
 

@@ -11,7 +11,7 @@ How work is divided, and what holds for deterministic engines, is as in ``attent
 
 Invariants: those of ``attention_triton.py``.
 
-Source: as of ``latent_attention.py``.
+Source: see ``latent_attention.py``.
 
 Shape suffixes: as in ``latent_attention.py`` and ``attention_triton.py``; R channels of a latent past its value.
 """
@@ -287,7 +287,7 @@ def _attend_decodes(call: _Call, num_decodes: int, launches: Launches) -> None:
 
 
 def _attend_prefills(call: _Call, num_decodes: int, launches: Launches) -> None:
-    """Write the rows behind the decodes'."""
+    """Write the rows after the decodes'."""
     q_THD, _, batch, out_THV, _ = call
     tile = _tile(q_THD, PREFILL_TILE, batch.most_rows)
     end, first_row = len(batch.query_starts) - 1, batch.query_starts[num_decodes]

@@ -10,7 +10,7 @@ Source: DeepSeek-AI, "DeepSeek-V2", section 2.1.
 
 Shape suffixes: T tokens, H heads, K channels of a head's key that come from the latent, P those that all heads share, D
 both, V channels of a head's value, R channels of a latent, C those of what memory holds of a token, B blocks, N
-sequences, M blocks of a sequence, L keys of a sequence or of several, one behind the other. Of a block, P are its
+sequences, M blocks of a sequence, L keys of a sequence or of several, one after the other. Of a block, P are its
 tokens.
 """
 
@@ -55,7 +55,7 @@ def is_expansion_worthwhile(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of the keys of a step's prefills, which lie one sequence behind the other."""
+    """Some of the keys of a step's prefills, which lie one sequence after the other."""
 
     start: int
     """Where it begins among all."""
@@ -112,7 +112,7 @@ def expanded_latent_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """Attend the rows behind the decodes', each to its sequence's tokens up to itself, whose latents are stored.
+    """Attend the rows after the decodes', each to its sequence's tokens up to itself, whose latents are stored.
 
     Args:
         q_THD: the channels of a head that meet its own key, then those that meet the shared one.

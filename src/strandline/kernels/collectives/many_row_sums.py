@@ -102,7 +102,7 @@ class ManyRowSums:
 
         Args:
             x_TE: ``can_add_norm`` it, or what is like it; a tensor may be overwritten.
-            residual_TE: of the same dtype.
+            residual_TE: residual stream of the same dtype.
             max_polls: as for ``sum``.
         """
         residual_TE = residual_TE.contiguous()

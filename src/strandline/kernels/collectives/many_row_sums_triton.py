@@ -12,9 +12,9 @@ Where the residual addition and a norm follow, blocks are whole rows, and owners
 has the stream of all rows, and only sums cross NVLink. The norm of a block is taken while others are on their way.
 
 So a message crosses NVLink twice, less one share of N each time, and each GPU stores and receives at the same time. A
-flag is set with release semantics after the barrier behind the stores of its program; who waits for it reads it with
-acquire semantics and a barrier behind it. Flags therefore need no words of their own among the data, unlike those of
-few rows (``rank_sums_triton.py``): at these sizes bandwidth counts, and not the time of a fence.
+flag is set with release semantics after the barrier that follows the stores of its program; a program that waits for
+it reads it with acquire semantics, and a barrier follows. Flags therefore need no words of their own among the data,
+unlike those of few rows (``rank_sums_triton.py``): at these sizes bandwidth counts, and not the time of a fence.
 
 A group is one block of each rank, as far as they exist. Programs start in the order of their number: in step ``s`` the
 senders of group ``s``, the owner's program of group ``s - depth`` and the copiers of group ``s - 2 * depth``. So both
@@ -92,7 +92,7 @@ def _place(KIND: tl.constexpr, writer, reader, group, NUM_RANKS: tl.constexpr, M
 
 @triton.jit
 def _flag(buffer_ptr, place, NUM_RANKS: tl.constexpr, MAX_GROUPS: tl.constexpr, BLOCK_BYTES: tl.constexpr):
-    """Return a pointer to the flag of a place: flags lie behind all blocks."""
+    """Return a pointer to the flag of a place: flags lie after all blocks."""
     NUM_PLACES: tl.constexpr = 2 * (NUM_RANKS - 1) * MAX_GROUPS
     return buffer_ptr.to(tl.pointer_type(tl.int32)) + (NUM_PLACES * (BLOCK_BYTES // 4) + place)
 
@@ -102,7 +102,7 @@ def _wait_for(flag_ptr, epoch, max_polls):
     """Wait until a flag has the epoch, and what was stored before it can be read."""
     polls_left = max_polls
     # One thread looks, and all others wait for it. Triton makes this a load with acquire semantics, and would leave out
-    # one behind the loop whose result is not used.
+    # one after the loop whose result is not used.
     while (tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != epoch) & (polls_left != 0):
         # A negative number stands for no limit, and stays.
         polls_left = tl.where(polls_left > 0, polls_left - 1, polls_left)
@@ -111,7 +111,7 @@ def _wait_for(flag_ptr, epoch, max_polls):
 
 @triton.jit
 def _set(flag_ptr, epoch):
-    """Set a flag; before, a barrier behind all stores that it stands for."""
+    """Set a flag; before, a barrier after all stores that it stands for."""
     tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
 
 
@@ -301,7 +301,7 @@ def sum_elements(x_M: Tensor, connection: Connection, block_bytes: int, max_poll
         x_M: contiguous, of at most B blocks; at a multiple of 16 bytes, it is summed faster.
         connection: buffers of ``[2, N - 1, B / N]`` blocks, then as many flags, which are zero at first; ``[2, B]``
             counters. B is a multiple of N.
-        block_bytes: of a block, a power of 2.
+        block_bytes: size of a block, a power of 2.
         max_polls: how often each program looks for a flag before the result is wrong instead of late; negative: no
             limit.
     """

@@ -113,7 +113,7 @@ class FewRowSums:
 
         Args:
             x_TE: ``can_sum`` it; may be overwritten.
-            residual_TE: of the same dtype.
+            residual_TE: residual stream of the same dtype.
         """
         x_TE, residual_TE = _in_words(x_TE), _in_words(residual_TE)
         norm = Norm(residual_TE, torch.empty_like(x_TE), weight_E, eps, is_zero_centered)

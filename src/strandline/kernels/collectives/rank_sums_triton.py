@@ -98,7 +98,7 @@ def _send(buffers_ptr, place, word_W, own_W, mask_W, epoch, RANK: tl.constexpr):
         if peer != RANK:
             # Written through: a store that other GPUs see, as a volatile one.
             tl.store(buffers_ptr[peer] + place + word_W, flagged_W, mask=mask_W, cache_modifier=".wt")
-    # No store may move behind a loop that waits, since another rank may wait for it.
+    # No store may move after a loop that waits, since another rank may wait for it.
     tl.debug_barrier()
 
 
@@ -152,7 +152,7 @@ def _sum_kernel(
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     epoch = (tl.load(counter_ptr + row) & (LAST_EPOCH - 1)) + 1
-    # Rows behind one another for each sender, senders behind one another for each parity.
+    # For each parity, senders one after another; for each sender, rows one after another.
     place = (epoch & 1) * (NUM_RANKS * SLOT) + row * MAX_WORDS
     x_W_ptr = (x_ptr + row * E).to(tl.pointer_type(tl.int32)) + word_W
     own_W = tl.load(x_W_ptr, mask=mask_W, other=0)
@@ -265,7 +265,7 @@ def sum_rows(x_TE: Tensor, connection: Connection, max_words: int, max_polls: in
     Args:
         x_TE: bfloat16 or float32, contiguous and at a multiple of 4 bytes; a row has a multiple of 4 bytes.
         connection: buffers of ``[2, N, R, max_words]`` words of 8 bytes and R counters: no more rows are summed.
-        max_words: of 4 bytes in a row.
+        max_words: maximum number of words of 4 bytes in a row.
         max_polls: after as many, the result is wrong instead of late; negative: no limit.
     """
     _launch(x_TE, None, connection, max_words, max_polls)

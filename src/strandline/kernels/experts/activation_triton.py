@@ -58,7 +58,7 @@ class Activate(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """As of ``RowFunctions``."""
+        """See ``RowFunctions``."""
         return f"{self.function.cache_key}-{self.is_gated}-{self.limit}-{self.second}"
 
 

@@ -111,7 +111,7 @@ class _SharedConstants(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """As of ``RowFunctions``."""
+        """See ``RowFunctions``."""
         return f"{self.rows.cache_key}-{tuple(self)[1:]}"
 
 

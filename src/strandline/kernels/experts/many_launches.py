@@ -36,8 +36,8 @@ def choose_launches(
     """Return the launches of both products.
 
     Args:
-        format: of the experts' weights.
-        dtype: of activations.
+        format: format of the experts' weights.
+        dtype: dtype of activations.
         choices_per_expert: on average.
         is_gated: whether experts have a gate.
     """

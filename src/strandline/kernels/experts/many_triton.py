@@ -358,7 +358,7 @@ def compute_dequantized(
     """Return what ``compute_choices`` does with weights in 4 bits, dequantising some experts at a time.
 
     Args:
-        launches: of dense weights.
+        launches: launches of dense weights.
     """
     _, experts_TK = chosen
     num_tokens, top_k = experts_TK.shape

@@ -109,7 +109,7 @@ class SharedOutput(NamedTuple):
 
     out_TD: Tensor
     gate_T1: Tensor | None = None
-    """As of ``SharedExpert``."""
+    """See ``SharedExpert``."""
 
 
 class MixtureProjection(NamedTuple):

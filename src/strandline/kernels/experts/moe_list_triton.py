@@ -35,7 +35,7 @@ BLOCK_PEERS = 32
 def _list_kernel(
     experts_ptr, starts_ptr, choices_ptr, num_choices, first_expert, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):
-    """List one expert's choices, in their order, behind those of the experts before it."""
+    """List one expert's choices, in their order, after those of the experts before it."""
     expert = first_expert + tl.program_id(0)
     offset_A = tl.arange(0, BLOCK)
     num_before = tl.zeros([BLOCK], dtype=tl.int32)

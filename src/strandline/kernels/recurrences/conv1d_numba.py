@@ -1,6 +1,6 @@
 """The short causal convolution on a CPU: one pass from inputs and windows to activated outputs and new windows.
 
-A task takes a block of channels at a time, whose rows it holds in float32 behind the W - 1 rows before them. The last
+A task takes a block of channels at a time, whose rows it holds in float32 after the W - 1 rows before them. The last
 W - 1 of these are the window wherever one is wanted. In a prefill a task is a chunk; all windows are copied before the
 first, because any of them may be overwritten. Where every sequence has one token, a task is a block of channels of all
 sequences, and begins with all windows.
@@ -150,7 +150,7 @@ def _row(rows, index, size):
 
 @helper
 def _read_taps(args, first, size, taps, row_size):
-    """Turn the weights of ``size`` channels into rows of one tap, ``row_size`` apart, and the bias behind them."""
+    """Turn the weights of ``size`` channels into rows of one tap, ``row_size`` apart, and the bias after them."""
     width = args.width
     weights = np.empty(width * size, np.float32)
     load(args.weight, args.weight_dtype, first * width, weights)
@@ -196,7 +196,7 @@ def _read_kernel(tasks):
 
 @helper
 def _filter(x, taps, width, y):
-    """Fill an output row, given its inputs from the oldest on, and the taps with the bias behind them."""
+    """Fill an output row, given its inputs from the oldest on, and the taps with the bias after them."""
     if width == 4:
         for i in range(y.size):
             older = x[i] * taps[i] + x[i + BLOCK_CHANNELS] * taps[i + BLOCK_CHANNELS]

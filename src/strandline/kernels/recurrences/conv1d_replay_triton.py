@@ -1,7 +1,7 @@
 """The convolution of a step that verifies drafts, in one Triton launch: four otherwise, and most of a few rows' time.
 
 A program owns some channels of one sequence. It reads its logged inputs, then the step's own, ``ROWS`` at a time, and
-convolves them behind the window: a thread has all of these rows of its channels, so that each is loaded once. Windows
+convolves them after the window: a thread has all of these rows of its channels, so that each is loaded once. Windows
 are stored from the same registers, and drafts logged, unless a sequence has more rows: these are logged when all of the
 log has been read. Where layers log further inputs, the last programs put these in order.
 
@@ -33,7 +33,7 @@ LAUNCHES = {4: (32, 1), 1 << 62: (128, 1)}
 """Channels and warps of a program, by the largest number of sequences."""
 
 MAX_OTHERS = 2
-"""Inputs of a launch behind the first."""
+"""Inputs of a launch after the first."""
 
 MAX_COLUMNS = 256
 """Most columns of such an input: one program handles all of them."""

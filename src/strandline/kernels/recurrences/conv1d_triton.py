@@ -41,7 +41,7 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter knows no assembly."""
 
 IN_PLACE_CHUNKS = tl.constexpr(2)
-"""A cut behind a log and one token is at the end of the first chunk, or of the second where the 64-token grid lies
+"""A cut after a log and one token is at the end of the first chunk, or of the second where the 64-token grid lies
 between."""
 
 SEARCH_BLOCK_N = 64

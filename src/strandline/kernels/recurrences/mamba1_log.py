@@ -103,7 +103,7 @@ def mamba1_log(A_log_VK: Tensor) -> DecodeLog:
     """Return the log of one layer.
 
     Args:
-        A_log_VK: of the layer, filled before it computes.
+        A_log_VK: parameter of the layer, filled before it computes.
     """
     num_channels, state_dim = A_log_VK.shape
     shapes = {"step": (LOG_TOKENS, num_channels), "input": (LOG_TOKENS, num_channels), "B": (LOG_TOKENS, state_dim)}

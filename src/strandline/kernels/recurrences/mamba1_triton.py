@@ -1,6 +1,6 @@
 """Mamba's decode in Triton, with and without a log, and folds.
 
-A program advances some channels of a sequence by a token, behind those that are logged, in the tokens' order: what is
+A program advances some channels of a sequence by a token, after those that are logged, in the tokens' order: what is
 logged and what is folded changes no bit. It reads states and logs before the launch ahead of it has ended.
 
 Invariants: channels do not depend on each other. Several programs read a log's ``B``, and one of them writes it: to a
@@ -143,7 +143,7 @@ def _decode_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Advance ``BLOCK_V`` channels of a sequence by a token, behind those of its log; append the token, or fold all.
+    """Advance ``BLOCK_V`` channels of a sequence by a token, after those of its log; append the token, or fold all.
 
     Without a log, ``L`` is 0 and the state is written.
     """

@@ -111,7 +111,7 @@ def _advance(source, is_zero, target, target_step, decay, B, C, x, out):
     """Write the state after a token, and add what the token reads of it to ``out``.
 
     Args:
-        target_step: from row to row of the target; 0 where it is one row, and what is written is dropped.
+        target_step: distance from row to row of the target; 0 where it is one row, and what is written is dropped.
     """
     num_columns = x.size
     for row in range(B.size):

@@ -2,8 +2,8 @@
 
 A sequence that speculates has a committed state, and a log of the drafts accepted since: of each token and layer the
 *inputs* that the states are computed from. A step runs the prefill kernels from the committed state over the logged
-tokens and then over its own. The state behind the last token that is certain goes to the sequence's slot in passing, as
-a cut; what comes behind drafts is written nowhere. The inputs of the step's drafts replace the log.
+tokens and then over its own. The state after the last token that is certain goes to the sequence's slot in passing, as
+a cut; what comes after drafts is written nowhere. The inputs of the step's drafts replace the log.
 
 So rejected drafts leave no trace: the log ends before them, and the next step overwrites them.
 
@@ -36,7 +36,7 @@ def with_logged(replay: ReplayBatch | None, log: ReplayLog, inputs: tuple[Tensor
 
     Args:
         replay: None: nothing is logged, and the inputs come back.
-        inputs: of the step's prefills, ``[T, X]`` each, in the order of the log.
+        inputs: inputs of the step's prefills, ``[T, X]`` each, in the order of the log.
     """
     return inputs if replay is None or log is None else replay.insert_logged(replay, log, inputs)
 

@@ -42,7 +42,7 @@ def divide(
 
     Args:
         num_programs: with one segment.
-        num_chunks: of all sequences.
+        num_chunks: number of chunks of all sequences.
     """
     if launches is Launches.FIXED:
         return 1

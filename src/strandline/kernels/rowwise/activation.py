@@ -30,7 +30,7 @@ def biased_swiglu(gate_up: Tensor, limit: float, slope: float) -> Tensor:
     """Return ``gate * sigmoid(slope * gate) * (up + 1)`` of ``[..., 2 F]``, in float32 and rounded once.
 
     Args:
-        limit: as of ``swiglu``.
+        limit: see ``swiglu``.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -42,7 +42,7 @@ def capped_swiglu(gate_up: Tensor, limit: float, up_limit: float) -> Tensor:
     """Return ``cap(gate) * sigmoid(gate) * cap(up)`` of ``[..., 2 F]``, in float32 and rounded once.
 
     Args:
-        limit: that ``limit * tanh(gate / limit)`` approaches.
+        limit: limit that ``limit * tanh(gate / limit)`` approaches.
         up_limit: the same of the up projection.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -27,7 +27,7 @@ MIN_SCALE: Final = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedRows:
-    """Rows in e4m3 and their scales; behind the last row there may be more, which hold anything."""
+    """Rows in e4m3 and their scales; after the last row there may be more, which hold anything."""
 
     values_TI: Tensor
     """Contiguous."""
@@ -77,7 +77,7 @@ def shaped(out_TO: Tensor, x: Rows) -> Tensor:
 
 
 def quantize(x_TI: Tensor, *, plain_TI: Tensor | None = None) -> QuantizedRows:
-    """Return quantised rows. The reference implementation of what kernels do in registers or behind other operations.
+    """Return quantised rows. The reference implementation of what kernels do in registers or after other operations.
 
     Args:
         plain_TI: kept beside them.

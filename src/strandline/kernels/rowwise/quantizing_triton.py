@@ -23,13 +23,13 @@ MIN_SCALE = tl.constexpr(quantized_rows.MIN_SCALE)
 PLAIN = tl.constexpr(0)
 SWIGLU = tl.constexpr(1)
 SIGMOID_GATE = tl.constexpr(2)
-"""What is quantised: rows, what a gated linear unit makes of them, or rows behind a gate."""
+"""What is quantised: rows, what a gated linear unit makes of them, or gated rows."""
 
 BLOCK_QUANTIZED = 2048
 """Inputs of a row that a program quantises."""
 
 PADDED_ROWS = 4
-"""Quantised rows are a multiple of this, as torch's product asks; those behind the last one hold anything."""
+"""Quantised rows are a multiple of this, as torch's product asks; those after the last one hold anything."""
 
 
 @triton.jit

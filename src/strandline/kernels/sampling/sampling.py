@@ -44,7 +44,7 @@ KEY_TOKEN_BITS: Final = 31
 LAST_TOKEN: Final = (1 << KEY_TOKEN_BITS) - 1
 
 NO_CANDIDATE: Final = ((1 << 31) - 1) << 32
-"""Stands where a row has fewer candidates: behind all others."""
+"""Stands where a row has fewer candidates: after all others."""
 
 
 @operation(triton("sampling.sampling_triton"))
@@ -197,7 +197,7 @@ def draw(logits_NP: Tensor, sums_N2S: Tensor, uniform_N: Tensor, rank: int) -> T
     That is the token where it lies in the rank's part, and 0 elsewhere; the first rank adds ``NO_TOKEN``.
 
     Args:
-        sums_N2S: of the chunks of all ranks, one rank's behind the other's.
+        sums_N2S: sums of the chunks of all ranks, one rank's after the other's.
     """
     top_NS, sum_NS = sums_N2S.unbind(1)
     top_N1 = top_NS.amax(dim=-1, keepdim=True)
@@ -226,7 +226,7 @@ def gather_logprobs(
 
     Args:
         num_top: how many of the likeliest; no more than the vocabulary has.
-        ranks: those that have the logits of the rest of the vocabulary. Two exchanges.
+        ranks: ranks that have the logits of the rest of the vocabulary. Two exchanges.
 
     Returns:
         float32 ``[N]``, int64 ``[N]``, int64 ``[N, num_top]``, float32 ``[N, num_top]``.
@@ -255,7 +255,7 @@ def logprobs_of(logits_NP: Tensor, token_NK: Tensor, ranks: Ranks = ONE_RANK) ->
     """Return, per row, the log-probabilities of the given tokens (float32) and their ranks (int64, from 1).
 
     Args:
-        ranks: those that have the logits of the rest of the vocabulary. Two exchanges.
+        ranks: ranks that have the logits of the rest of the vocabulary. Two exchanges.
     """
     logits_NP = logits_NP.float()
     num_columns = logits_NP.shape[1]

@@ -46,9 +46,9 @@ class LastStep(NamedTuple):
 
     num_accepted_P: Tensor
     tokens_P: Tensor
-    """What was chosen behind the accepted drafts."""
+    """What was chosen after the accepted drafts."""
     drafts_PD: Tensor
-    """The drafts behind these."""
+    """The drafts after these."""
 
     @classmethod
     def empty(cls, max_num_seqs: int, draft_tokens: int, device: torch.device) -> "LastStep":
@@ -85,7 +85,7 @@ class AcceptedDrafts(NamedTuple):
     last_row_N: Tensor
     """Each sequence's last row that counts."""
     next_tokens_T: Tensor
-    """The token behind each row; 0: none could be chosen."""
+    """The token after each row; 0: none could be chosen."""
     rotary_FN: Tensor
     """Positions for rotary embeddings of the tokens that further drafts follow: the first draft, the second, and so on.
     Where no further draft is wanted, they do not increase: nothing lies beyond the blocks that are reserved."""
@@ -188,14 +188,14 @@ def accept_drafts(
 ) -> AcceptedDrafts:
     """Count how many drafts of each sequence agree with what was chosen, before the first that does not.
 
-    A stop token is not counted: nothing is chosen behind it. What the next step needs of this one goes to ``last``, but
+    A stop token is not counted: nothing is chosen after it. What the next step needs of this one goes to ``last``, but
     for the next drafts.
 
     Args:
         sampled: sequences whose drafts are counted, and prompts: the token after each is chosen, or known. Drafts are
             the rows up to the last one; ``token_ids_T`` has all rows of the step.
         verdicts_T: a ``Verdict`` for each row.
-        tokens_T: chosen behind each row, or known there; a draft that is accepted by force takes its place.
+        tokens_T: chosen after each row, or known there; a draft that is accepted by force takes its place.
         last: read by ``resolve_pending`` before.
         draft_tokens: most drafts of a sequence.
     """

@@ -217,7 +217,7 @@ def _empty_tables(count: int, depth: int, log_tokens: int, device: torch.device)
 
 @triton.jit
 def _chosen(tokens_ptr, token_ids_ptr, verdicts_ptr, row, mask, num_rows, ACCEPT: tl.constexpr):
-    """Return the tokens behind rows, with drafts that are accepted by force in their places; and verdicts and drafts.
+    """Return the tokens after rows, with drafts that are accepted by force in their places; and verdicts and drafts.
 
     Another program may have put these drafts there already.
     """

@@ -53,7 +53,7 @@ def mix_blocks(
 
     Args:
         num_blocks: how many of the blocks are finished; others are not read.
-        dtype: that the block under way is rounded to before it is read.
+        dtype: dtype that the block under way is rounded to before it is read.
     """
     total_TE = block.total(dtype)
     if mix.query_QE is None:

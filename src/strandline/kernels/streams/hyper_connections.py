@@ -58,8 +58,8 @@ def connect_part(
 
     Args:
         stream_TSE: the streams before the last part; any strides but of the channels, which are dense.
-        mixes: of the last part; None: it is the first part, and the streams are returned as they are.
-        output: of the last part.
+        mixes: mixes of the last part; None: it is the first part, and the streams are returned as they are.
+        output: output of the last part.
     """
     stream_TSE = _mixed_with_output(stream_TSE, mixes, output)
     input_TS, mixes = _mixes(stream_TSE, weights)

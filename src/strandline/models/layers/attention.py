@@ -79,7 +79,7 @@ class AttentionConfig:
         """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
-            eps: of the norms of heads, where the configuration has another name for it.
+            eps: epsilon of the norms of heads, where the configuration has another name for it.
             has_bias: whether the projections have one, where the configuration does not say.
         """
         num_heads = fields.size("num_attention_heads", at_most=MAX_HEADS)

@@ -36,7 +36,7 @@ class BlockReader(nn.Module):
 
     Args:
         num_inputs: how many inputs the part has.
-        eps: of the norm of inputs.
+        eps: epsilon of the norm of inputs.
         has_blocks: whether blocks may be finished; else the part reads the one under way.
     """
 
@@ -58,7 +58,7 @@ class BlockReader(nn.Module):
         """Return the part's inputs ``[Q, T, E]``, and the block under way.
 
         Args:
-            dtype: as of ``mix_blocks``.
+            dtype: see ``mix_blocks``.
         """
         mix = BlockMix(self.query_QE, self.norm_QE, self.eps)
         inputs_QTE, block_TE = self._mix_blocks(*stream, mix, dtype)

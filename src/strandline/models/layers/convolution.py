@@ -61,7 +61,7 @@ class CausalConvolution(nn.Module):
         """Convolve the step's tokens, decodes and prefills; return as many, and advance the windows.
 
         Args:
-            log: of ``x_TC``, where the layer logs nothing else.
+            log: log of ``x_TC``, where the layer logs nothing else.
         """
         if batch.verified is not None:
             return mix_parts(partial(self.convolve, window_SRC=window_SRC, log=log), (x_TC,), batch)
@@ -83,7 +83,7 @@ class CausalConvolution(nn.Module):
         """Convolve the first of the prefills' inputs; return all, those of replayed tokens before the step's own.
 
         Args:
-            log: of the inputs.
+            log: log of the inputs.
         """
         recurrent, slots = batch.recurrent, batch.prefill_slots
         if recurrent.replay is not None and log is not None:
@@ -135,7 +135,7 @@ class ComposedConvolution(CausalConvolution):
     """A convolution whose filter is no parameter, but composed of others when kernels are chosen.
 
     Args:
-        name: of its window, and of what is logged of drafts.
+        name: name of its window, and of what is logged of drafts.
     """
 
     def __init__(self, name: str, num_channels: int, num_taps: int, site: Site) -> None:
@@ -194,7 +194,7 @@ class Delays(ComposedConvolution):
     """The inputs of the last tokens before each token: one token before it, and so on, side by side.
 
     Args:
-        num_channels: of the inputs.
+        num_channels: number of channels of the inputs.
         num_taps: one more than there are delays.
     """
 

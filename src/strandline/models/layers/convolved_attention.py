@@ -69,7 +69,7 @@ class DelayedConvolution(CausalConvolution):
 
     Args:
         num_channels: to be convolved.
-        num_delays: of the convolved channels: 0 and more.
+        num_delays: number of delays of the convolved channels, from 0 on.
         num_others: channels that are only delayed; they follow the copies.
     """
 

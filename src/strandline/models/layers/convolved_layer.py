@@ -34,8 +34,8 @@ class ConvolvedLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
     """A mixer and a feed-forward part, each before a convolution; a family says how they are connected.
 
     Args:
-        residuals: as of ``DecoderLayer``.
-        convolutions: of the mixer's output, and of the feed-forward part's.
+        residuals: see ``DecoderLayer``.
+        convolutions: convolutions of the mixer's output, and of the feed-forward part's.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ def convolutions_of_parts(
     """Return the convolutions of a mixer's and a feed-forward part's outputs.
 
     Args:
-        scale: as of ``ResidualConvolution``.
+        scale: see ``ResidualConvolution``.
     """
     names = ("mixer_window", "mlp_window")
     first, second = (ResidualConvolution(name, hidden_size, num_taps, site, scale=scale) for name in names)

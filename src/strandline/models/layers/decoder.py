@@ -191,11 +191,11 @@ class Decoder(nn.Module):
 
     Args:
         ends: begins the residual stream, and ends it with the final norm.
-        rotary: of positions, for mixers that take them; None: no mixer does.
-        windowed_rotary: for those with a window; None: as for the others.
+        rotary: rotary frequencies for mixers that take positions; None: no mixer does.
+        windowed_rotary: frequencies for mixers with a window; None: as for the others.
         is_tied: whether the output head is the embedding.
-        embedding_multiplier: of the tokens' embeddings.
-        logits_multiplier: of the logits.
+        embedding_multiplier: multiplies the tokens' embeddings.
+        logits_multiplier: multiplies the logits.
         logits_soft_cap: limit of the logits' size, approached smoothly; None: there is none.
         site: the shard divides the vocabulary, for the embedding and the head.
     """
@@ -328,7 +328,7 @@ class Decoder(nn.Module):
         """Return the embeddings of tokens as they are published.
 
         Args:
-            encoded_XE: those of pictures' tokens; None: there are none of these.
+            encoded_XE: embeddings of pictures' tokens; None: there are no pictures.
         """
         if self.shard.count == 1 and encoded_XE is None:
             return F.embedding(token_ids_T, self.embed_ZE)

@@ -95,7 +95,7 @@ def alternating(values: Tensor, held: range, num: int, *, is_transposed: bool = 
     Args:
         values: ``[X, F, ...]``, those of the experts that are held, gates first.
         num: experts in the published tensor.
-        is_transposed: as of ``Piece``.
+        is_transposed: see ``Piece``.
     """
     experts = zip(held, *values.unsqueeze(2).chunk(2, dim=1), strict=True)
     pieces = (Piece((slice(index, index + 1),), tuple(parts), is_transposed) for index, *parts in experts)
@@ -178,7 +178,7 @@ class Experts(nn.Module):
         """Return the weighted sum of each token's experts, and the shared one.
 
         Args:
-            logits_TX: of the router; may be columns of a larger tensor. A choice beyond the experts adds nothing.
+            logits_TX: the router's; may be columns of a larger tensor. A choice beyond the experts adds nothing.
             bias_X: as in ``route``.
             shared: is added.
         """

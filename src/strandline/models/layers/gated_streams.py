@@ -44,7 +44,7 @@ class GatedMix(nn.Module):
     """The gates before a part of a layer, or before the output head.
 
     Args:
-        is_last: whether nothing is added to the streams behind it.
+        is_last: whether nothing is added to the streams after it.
     """
 
     operations = (add_gated_norm, silu_of_share, mix_gated)

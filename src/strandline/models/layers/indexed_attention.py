@@ -50,7 +50,7 @@ class IndexedAttentionConfig:
         """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
-            rotary: of attention and index alike.
+            rotary: frequencies of attention and index alike.
         """
         if fields.size("indexer_kv_heads") != 1:
             fields.reject("indexer_kv_heads", "1")

@@ -125,7 +125,7 @@ class TokenIndex(nn.Module):
 
 @dataclass(eq=False)
 class GroupChoice:
-    """The groups that one layer has chosen for the tokens of the current step, for itself and the layer behind."""
+    """The groups that one layer has chosen for the tokens of the current step, for itself and the layer after."""
 
     group_TK: Tensor | None = None
 

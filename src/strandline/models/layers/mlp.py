@@ -81,8 +81,8 @@ class ScaledGatedMlp(nn.Module):
     """A feed-forward layer with a gated linear unit, whose channels are divided among shards.
 
     Args:
-        gate_multiplier: of the gate, before its activation.
-        multiplier: of the result.
+        gate_multiplier: multiplies the gate before its activation.
+        multiplier: multiplies the result.
     """
 
     operations = with_quantized(swiglu)

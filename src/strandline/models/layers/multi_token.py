@@ -85,7 +85,7 @@ class DraftLayer(nn.Module):
         """Return normalised hidden states.
 
         Args:
-            embedded_TE: of the tokens after those that ``batch`` gives positions of.
+            embedded_TE: embeddings of the tokens after those that ``batch`` gives positions of.
             hidden_TE: final, normalised hidden states of those.
             rows_N: rows to return; None: all. Of the others, what later tokens read is stored.
         """

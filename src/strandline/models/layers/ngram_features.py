@@ -82,7 +82,7 @@ class NgramFeaturesConfig:
         """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
-            number: of the layer among those that have such features, from 0.
+            number: number of the layer among those that have such features, from 0.
         """
         max_ngram = fields.size("ngram_size", at_least=2, at_most=MAX_NGRAM)
         num_taps = fields.size("ple_conv_kernel_size", at_least=2, at_most=(MAX_SPAN - 1) // max_ngram + 1)

@@ -47,7 +47,7 @@ class Projection(nn.Module):
     Args:
         num_outputs: rows of this shard.
         site: dtype and device; how rows are divided says ``shard``.
-        shard: of the rows; by default all ranks hold them.
+        shard: shard of the rows; by default all ranks hold them.
         num_parts: parts of equal size that the rows consist of, each divided among shards for itself.
     """
 
@@ -147,7 +147,7 @@ class GatedProjection(Projection):
         """Return the gated linear unit, whose results another projection multiplies.
 
         Args:
-            limit: as of ``swiglu``; if there is one, the unit is a launch of its own.
+            limit: see ``swiglu``; if there is one, the unit is a launch of its own.
         """
         if limit is not None:
             activate = reader.fed_by(swiglu, kernels)

@@ -86,8 +86,8 @@ class DraftChain(Protocol):
 
         Args:
             token_N: before each draft.
-            logits_NZ: as of ``draft_logits``; not overwritten.
-            hidden_NE: which these are of.
+            logits_NZ: see ``draft_logits``; not overwritten.
+            hidden_NE: hidden states that the logits are of.
         """
 
 
@@ -196,7 +196,7 @@ class DraftingModel(LanguageModel, Protocol):
         """Return normalised hidden states of some rows of blocks, by a drafter of blocks.
 
         Args:
-            batch: of each sequence the last known token, and masks after it, whose keys and values are overwritten.
+            batch: each sequence's last known token, and masks after it, whose keys and values are overwritten.
             rows_N: rows of the batch whose hidden states are returned.
         """
 
@@ -224,4 +224,4 @@ class LoadableModel(LanguageModel, Protocol):
         """Yield the required published tensors with their targets, given the published ``names``."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of ``torch.nn.Module``."""
+        """See ``torch.nn.Module``."""

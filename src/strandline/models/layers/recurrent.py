@@ -46,7 +46,7 @@ def advance(
     Args:
         inputs: makes the recurrence's inputs of some tokens' tensors.
         tokens: tensors with a row for each token of the step.
-        log: of such tensors.
+        log: log of such tensors.
     """
     if batch.verified is not None:
         return mix_parts(lambda *own: advance(recurrence, inputs, own[:-1], own[-1], memory, log), tokens, batch)

@@ -220,7 +220,7 @@ class PreNorm(NormedResidual):
         return hidden_TE
 
     def targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors of the norm behind the last layer."""
+        """Yield the published tensors of the norm after the last layer."""
         yield f"{prefix}norm.weight", whole(self.norm_E)
 
 

@@ -26,7 +26,7 @@ class RoutingRecord:
     """Records the choices of a model's routers.
 
     Args:
-        layers: of the model, without those that draft.
+        layers: layers of the model, without those that draft.
 
     Raises:
         ConfigError: none of them has experts.

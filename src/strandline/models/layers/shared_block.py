@@ -133,7 +133,7 @@ class SharedBlockUse(nn.Module):
     """A layer's Mamba-2 part, and its use of a shared block.
 
     Args:
-        norm: of what the Mamba-2 part reads.
+        norm: norm of what the Mamba-2 part reads.
         embed: returns the embeddings of tokens.
     """
 
@@ -216,7 +216,7 @@ class SharedBlockUse(nn.Module):
         """Yield the published tensors but for the block's.
 
         Args:
-            block_prefix: of the block, which holds the adapters of all its uses.
+            block_prefix: prefix of the block, which holds the adapters of all its uses.
             use: number of this layer among those that use a block.
         """
         yield from self.linear.targets(f"{prefix}linear.")

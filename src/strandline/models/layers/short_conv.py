@@ -68,7 +68,7 @@ class ShortConv(nn.Module):
         hidden_size, has_bias = config.hidden_size, config.has_bias
         self.shard, size = site.shard, site.shard.part_of(hidden_size, "channels of short convolutions")
         self.in_proj = Projection(3 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=3)
-        """Rows: the gate before the convolution (B), the gate behind it (C), what is convolved (x)."""
+        """Rows: the gate before the convolution (B), the gate after it (C), what is convolved (x)."""
         self.conv = CausalConvolution(size, config.num_taps, None, site, has_bias=has_bias)
         self.out_proj = SummedProjection(hidden_size, size, site, has_bias=has_bias)
 

@@ -1,4 +1,4 @@
-"""A mixture of experts behind a sigmoid router, with or without experts that every token takes.
+"""A mixture of experts with a sigmoid router, with or without experts that every token takes.
 
 Shape suffixes: T tokens of the step, E hidden size, X experts, O rows of the shared expert's fused projection.
 """

@@ -1,4 +1,4 @@
-"""A mixture of experts that gives each token one expert or none, behind a router with a state (ZAYA).
+"""A mixture of experts that gives each token one expert or none, by a router with a state (ZAYA).
 
 The router is a small network. It reads, beside the token, its own state in the layer before: routers of one model share
 a :class:`RouterState`. Its last choice is no expert at all.
@@ -62,7 +62,7 @@ class SkippingMoe(nn.Module):
     """The layer. Experts are divided among shards; all route every token.
 
     Args:
-        state: of all routers of the model.
+        state: state of all routers of the model.
         is_first: whether it is the first of the model's layers, whose router reads no state.
     """
 

@@ -34,7 +34,7 @@ def bind_mean_square(kernels: Kernels, group: Shard = WHOLE) -> Callable[[Tensor
     """Return a function that returns the mean square ``[T, 1]`` over the channels of a group of ranks, given float32.
 
     Args:
-        group: which of the groups this rank belongs to; all have as many ranks.
+        group: index of the group that this rank belongs to; all have as many ranks.
     """
     ranks, is_deterministic = kernels.ranks, kernels.workload.is_deterministic
 

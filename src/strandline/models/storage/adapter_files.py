@@ -102,7 +102,7 @@ class Patterns:
     """Values by regular expressions of modules' names.
 
     Args:
-        field: of the configuration, for messages.
+        field: field of the configuration, for messages.
 
     Raises:
         ConfigError: a key is no regular expression, or there are too many.

@@ -71,7 +71,7 @@ class Weights:
     """The published weights of a model, by their names without what differs between classes.
 
     Args:
-        shapes: of the weights, by their published names.
+        shapes: shapes of the weights, by their published names.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -110,7 +110,7 @@ def place_adapter(adapter: AdapterFiles, targets: Mapping[str, Target]) -> dict[
     """Return the changes that an adapter makes, by the published names of the weights.
 
     Args:
-        targets: of the model's weights, by their published names.
+        targets: targets of the model's weights, by their published names.
 
     Raises:
         WeightsError: a module is not the model's, has another shape, is changed twice, or is used by several layers.

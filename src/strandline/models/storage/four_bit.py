@@ -192,8 +192,8 @@ def open_packed(
     """Check one weight, and read all of it but the codes.
 
     Args:
-        shape: that the model asks for.
-        device: of the result.
+        shape: shape that the model asks for.
+        device: device of the result.
 
     Raises:
         WeightsError: something is missing, misshapen, of another dtype or out of range.

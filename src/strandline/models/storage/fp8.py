@@ -113,8 +113,8 @@ def scale_grid(name: str, scale: Tensor, shape: tuple[int, ...], scheme: Fp8Sche
     """Return what each scale of a weight covers, and the scales in float32, as ``[..., Y, X]``.
 
     Args:
-        name: of the scales, for messages.
-        shape: of the weight.
+        name: name of the scales, for messages.
+        shape: shape of the weight.
 
     Raises:
         WeightsError: they have another shape or dtype, or are not positive numbers.
@@ -166,8 +166,8 @@ def dequantize(
     Args:
         weight: ``[..., N, K]``, or the part of it that ``index`` is: a range of each of its first dimensions.
         scale_YX: ``[..., Y, X]`` of the whole tensor, float32, on the weight's device.
-        dtype: of the result.
-        shape: of the whole tensor.
+        dtype: dtype of the result.
+        shape: shape of the whole tensor.
     """
     index = (*index, *[slice(None)] * (len(shape) - len(index)))
     scale_YX = scale_YX[index[:-2]]

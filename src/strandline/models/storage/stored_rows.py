@@ -43,8 +43,8 @@ class StoredRows(Protocol):
         """Copy a piece of a published weight of this format.
 
         Args:
-            index_R: which rows of this memory to write.
-            source_R: which rows of the piece these are.
+            index_R: rows of this memory to write.
+            source_R: rows of the piece that are copied there.
         """
 
     def fill_randomly(self, generator: torch.Generator | None, std: float, matrix_rows: int) -> None:
@@ -59,7 +59,7 @@ class StoredRows(Protocol):
         """Return the weight of some rows, with as few scales as say the same.
 
         Args:
-            shape: of the rows, ``[..., O]``.
+            shape: shape of the rows, ``[..., O]``.
             boundary: a row at which another matrix begins; 0: none does.
         """
 
@@ -162,9 +162,9 @@ class Matrices:
     """The parameters of a model without memory, and which of them stay quantised. The others get memory for all rows.
 
     Args:
-        targets: of the model.
-        formats: those that weights may stay in.
-        stored: which of ``formats`` each published weight may stay in.
+        targets: targets of the model.
+        formats: formats that weights may stay in.
+        stored: index in ``formats`` of the one that each published weight may stay in.
         device: where the matrices go.
     """
 
@@ -242,9 +242,9 @@ class QuantizedStorage:
     """The matrices of a model that stay quantised.
 
     Args:
-        targets: of the model, which was built without memory for matrices.
-        formats: those that weights may stay in.
-        stored: which of ``formats`` each published weight may stay in.
+        targets: targets of the model, which was built without memory for matrices.
+        formats: formats that weights may stay in.
+        stored: index in ``formats`` of the one that each published weight may stay in.
         device: where the matrices go. Those that do not stay quantised get memory for all their rows.
     """
 
@@ -268,7 +268,7 @@ class QuantizedStorage:
         """Copy what is used of a published weight.
 
         Args:
-            dtype: of weights that are dequantised.
+            dtype: dtype of weights that are dequantised.
         """
         target = self._targets[name]
         matrix = self._matrices.kept_of(target)
@@ -362,8 +362,8 @@ def rows_and_sources(piece: Piece, shape: Sequence[int], num_rows: int) -> tuple
     """Return which rows of a parameter a piece goes to, and which of the piece's rows each of them is.
 
     Args:
-        shape: of the whole published weight.
-        num_rows: of the parameter.
+        shape: shape of the whole published weight.
+        num_rows: number of rows of the parameter.
     """
     first = piece.parts[0]
     if len(piece.parts) == 1 and first.is_contiguous():

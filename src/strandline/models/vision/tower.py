@@ -55,7 +55,7 @@ class TowerConfig:
         """Read the fields about pictures; raises as :class:`strandline.config_fields.Fields`.
 
         Args:
-            hidden_size: of the text part.
+            hidden_size: hidden size of the text part.
         """
         fields.choice("hidden_act", ["gelu_pytorch_tanh"])
         if fields.value("deepstack_visual_indexes"):
@@ -131,7 +131,7 @@ class Block(nn.Module):
         """Return the hidden states after the block.
 
         Args:
-            rotary: of every patch.
+            rotary: rotary table of every patch.
             lengths: patches of each picture.
         """
         attended_PW = self._attend(self.norm1(hidden_PW), rotary, lengths)
@@ -248,7 +248,7 @@ def tower_builder(vision: Fields | None, hidden_size: int, site: Site) -> Callab
 
     Args:
         vision: the fields about pictures.
-        hidden_size: of the text part.
+        hidden_size: hidden size of the text part.
     """
     if vision is None:
         return None

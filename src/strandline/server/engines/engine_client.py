@@ -303,7 +303,7 @@ class EngineClient:
         """End unfinished requests with what they have generated so far; return how many.
 
         Args:
-            names: those that their responses have as ids; None: all.
+            names: names that their responses have as ids; None: all.
         """
         found = [
             (name, request)

@@ -79,7 +79,7 @@ class EngineControl:
 
         Args:
             level: 0: pause only; 1: weights stay in the host's memory; 2: they are read again.
-            mode: as of ``pause``.
+            mode: see ``pause``.
         """
         async with self._turn:
             was_stopped = self.is_paused or self.is_sleeping

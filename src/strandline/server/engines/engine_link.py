@@ -73,9 +73,9 @@ class EngineLink:
 
     Args:
         socket: connected to an engine that is ready.
-        limits: of the engine.
+        limits: limits of the engine.
         heartbeat: detects whether the engine hangs.
-        number: of the engine among those of the server, from 0.
+        number: number of the engine among those of the server, from 0.
         name: in messages to users.
         advice: text added to errors after the engine has exited.
     """

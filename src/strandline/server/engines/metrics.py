@@ -65,7 +65,7 @@ class Metrics:
     """All metrics of one server. Each has a label with the number of the engine, as in vLLM.
 
     Args:
-        num_engines: those of the server.
+        num_engines: number of engines of the server.
     """
 
     def __init__(self, model_name: str, num_engines: int = 1) -> None:
@@ -99,7 +99,7 @@ class Metrics:
         """Return the metrics in Prometheus' text format.
 
         Args:
-            stats: of each engine; None: its own metrics are left out.
+            stats: stats of each engine; None: its own metrics are left out.
         """
         self._core.stats = stats
         return generate_latest(self._registry)

@@ -38,7 +38,7 @@ class EngineProcess:
     Args:
         address: what the socket is bound to.
         inherited: file descriptors that the process keeps open.
-        name: of the engine, in messages to users.
+        name: name of the engine, in messages to users.
     """
 
     def __init__(

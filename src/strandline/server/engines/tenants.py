@@ -43,7 +43,7 @@ class _Bucket:
     """What a tenant may use at a rate.
 
     Args:
-        per_minute: that flows in; None: there is no limit.
+        per_minute: amount that flows in per minute; None: there is no limit.
     """
 
     def __init__(self, per_minute: int | None, clock: Clock) -> None:

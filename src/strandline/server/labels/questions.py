@@ -97,7 +97,7 @@ class Reading:
     """The probabilities of a question's labels.
 
     Args:
-        logprobs: of the labels, in their order, among all tokens.
+        logprobs: log-probabilities of the labels, in their order, among all tokens.
         is_label_likeliest: whether the most likely of all tokens is a label.
     """
 

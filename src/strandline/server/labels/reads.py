@@ -29,7 +29,7 @@ class LabelReads:
     """What a request reads, and on whose behalf.
 
     Args:
-        model: that the request names.
+        model: model that the request names.
         salt: returns the salt of the request as its prompts are submitted.
     """
 
@@ -110,7 +110,7 @@ class LabelReads:
         """Read labels after a conversation with each of several endings of its last message.
 
         Args:
-            labels: of each ending.
+            labels: labels of each ending.
             options: variables of the chat template.
 
         Raises:

@@ -48,7 +48,7 @@ class Adapters:
     """The adapters that requests can name.
 
     Args:
-        client: of the engines; None: there are no adapters.
+        client: client of the engines; None: there are no adapters.
         model_names: names that are taken.
         directory: what adapters are loaded from at runtime; None: none are.
     """

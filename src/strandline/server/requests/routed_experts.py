@@ -19,7 +19,7 @@ def routed_experts(shape: RoutingShape | None, stream: RequestStream, index: int
     """Return the experts of an output that has ended, and of its prompt.
 
     Args:
-        shape: of a token's experts; None: the engine does not record them.
+        shape: shape of a token's experts; None: the engine does not record them.
         first: tokens of the prompt that are left out.
     """
     if shape is None:

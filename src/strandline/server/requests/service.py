@@ -311,7 +311,7 @@ class Service:
         """Return a conversation as a prompt.
 
         Args:
-            placeholders: those of pictures in the messages; None: they have the pictures themselves.
+            placeholders: placeholders of pictures in the messages; None: they have the pictures themselves.
             continue_final_message: as in ``ChatRenderer.render``.
             salt: as in ``ChatRenderer.render``.
         """

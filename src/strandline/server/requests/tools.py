@@ -54,7 +54,7 @@ class Toolbox:
         """Return the grammar of an answer that calls tools, in the model's format.
 
         Args:
-            schemas: of the functions that can be called: ``callable_schemas``, or what a compiler accepts of them.
+            schemas: schemas of callable functions: ``callable_schemas``, or what a compiler accepts of them.
             reasoning_end: tag that ends the reasoning in which the answer begins; None: it does not.
             instead: rule of an answer without calls; empty: a tool must be called.
 

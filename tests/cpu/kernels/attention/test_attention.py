@@ -86,7 +86,7 @@ def make_case(
 
     Args:
         heads: key/value heads, query heads per key/value head, head dim.
-        scales: of keys and of values, which are kept in e4m3 then; None: they are kept in ``dtype``.
+        scales: scales of keys and of values, which are kept in e4m3 then; None: they are kept in ``dtype``.
     """
     num_kv_heads, heads_per_key, head_dim = heads
     kept_dtype = dtype if scales is None else torch.float8_e4m3fn

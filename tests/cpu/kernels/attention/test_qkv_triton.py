@@ -92,9 +92,9 @@ def check(
     """Compare with the reference implementation.
 
     Args:
-        norm: of heads: ``none``, ``plain`` or ``zero-centred``.
+        norm: norm of heads: ``none``, ``plain`` or ``zero-centred``.
         is_apart: queries, keys and values are tensors of their own, not columns of one.
-        scales: of keys and of values in e4m3; None: they are kept in ``dtype``.
+        scales: scales of keys and of values in e4m3; None: they are kept in ``dtype``.
     """
     num_tokens, head_dim = len(shape.blocks), shape.head_dim
     features = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
