@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from uuid import uuid4
 
 from fastapi import Request
@@ -15,7 +16,7 @@ from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
 from strandline.server.requests.request_bodies import ChatBody, sent_as
 from strandline.server.requests.routed_experts import routed_experts
-from strandline.server.requests.service import Service
+from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.tools import Toolbox, toolbox
 from strandline.server.requests.usage_and_logprobs import (
     Json,
@@ -42,7 +43,7 @@ class Chat:
         prompt: Prompt,
         params: CheckedParams,
         box: Toolbox,
-        salt: str,
+        salt: Salt,
         transfer: TransferParams | None = None,
     ) -> None:
         self._body = body
@@ -64,7 +65,7 @@ class Chat:
         self._is_echoed = [not self._echo for _ in self._parsers]
         self._token_ids: list[list[int]] = [[] for _ in self._parsers]
         """Token ids of each output that have not been sent yet."""
-        self.job = service.client.submit(str(self._head["id"]), [prompt], params, salt, transfer)
+        self.job = service.submit(str(self._head["id"]), [prompt], params, salt, transfer)
 
     async def answer(self) -> Json:
         """Return the complete response."""
@@ -189,19 +190,18 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
             logprobs=logprobs,
             returns_routed_experts=service.routing_shape is not None and not body.stream,
         )
-    salt = service.salt_of(request, body.cache_salt, body.model)
+    salt = partial(service.salt_of, request, body.cache_salt, body.model)
     with service.client.expect(params.n):
         prompt = await service.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             tools=box.tools,
             template_options=body.template_options(),
-            salt=salt if transfer is None else None,  # two engines must encode it alike
+            salt=salt() if transfer is None else None,  # two engines must encode it alike
             continue_final_message=body.continues(),
             truncation=body.truncation(service.client.frontend.limits.max_model_len),
         )
         checked = await service.bind(params, box, prompt)
-    salt = service.salt_of(request, body.cache_salt, body.model)
     started = Chat(service, body, prompt, checked, box, salt, transfer)
     if body.stream:
         return EventStream(started.job, plain_events(request.url.path, started.chunks()))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from strandline.server.engines.engine_client import Prompt
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.request_bodies import CompletionBody, Truncation
 from strandline.server.requests.routed_experts import routed_experts
-from strandline.server.requests.service import Service, truncated_ids
+from strandline.server.requests.service import Salt, Service, truncated_ids
 from strandline.server.requests.usage_and_logprobs import (
     Entry,
     Json,
@@ -53,7 +54,7 @@ class Completion:
         body: CompletionBody,
         prompts: Sequence[Prompt],
         params: CheckedParams,
-        salt: str,
+        salt: Salt,
         *,
         is_batch: bool,
         transfer: TransferParams | None = None,
@@ -71,7 +72,7 @@ class Completion:
         self._num_outputs = params.params.n
         self._reports_usage = body.wants_continuous_usage()
         self._num_prompt_top = num_prompt_top(body.prompt_logprobs, service.client.frontend.limits.vocab_size)
-        self.job = service.client.submit(self._name, prompts, params, salt, transfer)
+        self.job = service.submit(self._name, prompts, params, salt, transfer)
 
     async def answer(self) -> Json:
         """Return the complete response."""
@@ -188,7 +189,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
         truncation = body.truncation(service.client.frontend.limits.max_model_len)
         prompts = [await _prompt(service, body, each, truncation) for each in given]
         checked = await service.check(params)
-    salt = service.salt_of(request, body.cache_salt, body.model)
+    salt = partial(service.salt_of, request, body.cache_salt, body.model)
     completion = Completion(service, body, prompts, checked, salt, is_batch=is_batch, transfer=transfer)
     if body.stream:
         return EventStream(completion.job, plain_events(request.url.path, completion.chunks()))

@@ -6,6 +6,7 @@ it was sampled.
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Final
 from uuid import uuid4
 
@@ -30,7 +31,7 @@ from strandline.server.requests.request_bodies import (
     check_unicode,
 )
 from strandline.server.requests.routed_experts import routed_experts
-from strandline.server.requests.service import Service
+from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.usage_and_logprobs import (
     Json,
@@ -121,7 +122,7 @@ class Generation:
     """A request and its response."""
 
     def __init__(
-        self, service: Service, body: GenerateBody, params: CheckedParams, salt: str, *, name: str | None
+        self, service: Service, body: GenerateBody, params: CheckedParams, salt: Salt, *, name: str | None
     ) -> None:
         self._body, self._service = body, service
         self._num_prompt_top = num_prompt_top(
@@ -135,7 +136,7 @@ class Generation:
             "output_mode": "tokens",
         }
         transfer = service.transfer_params(body.kv_transfer_params)
-        self.job = service.client.submit(name, [Prompt(body.token_ids)], params, salt, transfer)
+        self.job = service.submit(name, [Prompt(body.token_ids)], params, salt, transfer)
 
     async def answer(self) -> Json:
         """Return the complete response."""
@@ -215,7 +216,7 @@ async def generate(service: Service, body: GenerateBody, request: Request) -> Re
     params = body.params(records_routing=service.routing_shape is not None)
     with service.client.expect(params.n):
         checked = await service.check(params)
-    salt = service.salt_of(request, body.cache_salt, body.model)
+    salt = partial(service.salt_of, request, body.cache_salt, body.model)
     name = None if body.request_id is None else own_name(request, body.request_id)
     generation = Generation(service, body, checked, salt, name=name)
     if body.stream:

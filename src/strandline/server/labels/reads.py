@@ -4,7 +4,7 @@ Prompts of a burst that share a prefix wait for the one that computes it: 200 qu
 the text, and 200 short ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from strandline.records.outputs import Logprob
 from strandline.records.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from strandline.server.engines.engine_client import Prompt
 from strandline.server.labels.questions import SPELLINGS, YES_OR_NO, Question, Reading
-from strandline.server.requests.service import Service
+from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.usage_and_logprobs import Json, usage
 from strandline.text.conversations import RenderedEndings
 from strandline.text.output_streams import RequestStream
@@ -30,12 +30,10 @@ class LabelReads:
 
     Args:
         model: model that the request names.
-        salt: returns the salt of the request as its prompts are submitted.
+        salt: salt of the request.
     """
 
-    def __init__(
-        self, service: Service, model: str | None, salt: Callable[[], str], *, priority: int | None = None
-    ) -> None:
+    def __init__(self, service: Service, model: str | None, salt: Salt, *, priority: int | None = None) -> None:
         self.service = service
         self.name = uuid4().hex
         self.streams: Sequence[RequestStream] = ()
@@ -75,7 +73,7 @@ class LabelReads:
         checked = await self.service.check(params)
         shared = _num_shared(prompts)
         given = [Prompt(prompt, marks=(shared,) if 0 < shared < len(prompt) else ()) for prompt in prompts]
-        with self.service.client.submit(f"read-{self.name}", given, checked, self._salt()) as job:
+        with self.service.submit(f"read-{self.name}", given, checked, self._salt) as job:
             deltas = await job.whole()
         self.streams = job.streams
         entries = [delta.outputs[0].logprobs for delta in deltas]

@@ -1,6 +1,7 @@
 """``/v1/messages``: Anthropic's API for text, reasoning and client tools."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -31,7 +32,7 @@ from strandline.server.requests.request_bodies import (
     sent_as,
     whole,
 )
-from strandline.server.requests.service import Service
+from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.tools import Toolbox
 from strandline.server.requests.usage_and_logprobs import Json, cache_account
@@ -187,7 +188,7 @@ class Message:
     """A request and its response."""
 
     def __init__(
-        self, service: Service, body: MessagesBody, box: Toolbox, prompt: Prompt, params: CheckedParams, salt: str
+        self, service: Service, body: MessagesBody, box: Toolbox, prompt: Prompt, params: CheckedParams, salt: Salt
     ) -> None:
         self._head = {
             "id": f"msg_{uuid4().hex}",
@@ -200,7 +201,7 @@ class Message:
         self._returns_token_ids = bool(body.return_token_ids)
         self._with_account = body.include_cache_account
         self._token_ids: list[int] = []
-        self.job = service.client.submit(self._head["id"], [prompt], params, salt)
+        self.job = service.submit(self._head["id"], [prompt], params, salt)
 
     async def answer(self) -> Json:
         """Return the complete response."""
@@ -267,12 +268,11 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     """Handle a request."""
     service.require_model(body.model)
     params = body.sampling_params(service.defaults, has_budgets=service.client.frontend.has_thinking_end)
-    salt = service.salt_of(request, body.cache_salt, body.model)
+    salt = partial(service.salt_of, request, body.cache_salt, body.model)
     conversation = body.conversation(service.picture_placeholders())
     with service.client.expect(params.n):
-        prompt = await render(service, body, conversation, salt)
+        prompt = await render(service, body, conversation, salt())
         checked = await service.bind(params, conversation.box, prompt)
-    salt = service.salt_of(request, body.cache_salt, body.model)
     message = Message(service, body, conversation.box, prompt, checked, salt)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))

@@ -9,6 +9,7 @@ import time
 from array import array
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from math import sqrt
 from typing import Any, Final, Literal
 from uuid import uuid4
@@ -92,8 +93,8 @@ async def _read(service: Service, body: EmbeddingsBody, request: Request) -> tup
     with service.client.expect(len(given)):
         prompts = [await _prompt(service, body, each) for each in given]
         checked = await service.check(params)
-    salt = service.salt_of(request, body.cache_salt, body.model)
-    with service.client.submit(f"embed-{uuid4().hex}", prompts, checked, salt) as job:
+    salt = partial(service.salt_of, request, body.cache_salt, body.model)
+    with service.submit(f"embed-{uuid4().hex}", prompts, checked, salt) as job:
         await job.whole()
     counts = usage(job.streams, is_batch=True, with_account=body.include_cache_account)
     return [_vector(stream.hidden_state, body) for stream in job.streams], counts

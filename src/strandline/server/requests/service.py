@@ -23,6 +23,7 @@ from strandline.records.sampling_params import SamplingParams, StructuredOutputs
 from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
 from strandline.records.transfer_params import TransferParams, read_transfer_params
 from strandline.server.engines.engine_client import EngineClient, Prompt
+from strandline.server.engines.jobs import Job
 from strandline.server.http.error_responses import UnknownModelError
 from strandline.server.http.gate import salt_of
 from strandline.server.requests.adapters import Adapters
@@ -41,6 +42,8 @@ from strandline.text.prompts import check_length, check_text, encode_text
 
 T = TypeVar("T")
 TryGrammar = Callable[[StructuredOutputsParams], Awaitable[None]]
+Salt = Callable[[], str]
+"""Returns a request's salt (``Service.salt_of``) at the moment of the call."""
 
 LONG_CHARACTERS: Final = 64 * 1024
 PICTURES_AT_ONCE: Final = 2
@@ -131,13 +134,25 @@ class Service:
     def salt_of(self, request: Request, given: str | None, model: str | None) -> str:
         """Return the salt of a request: the prefixes of its model's LoRA adapter and of its key, and its own.
 
-        A prompt is submitted with the salt of that moment: an adapter may have been replaced while it was prepared.
-
         Raises:
             UnknownModelError: the model is not served, or not any more.
         """
         self.require_model(model)
         return self.client.epoch.salt(salt_with(self.adapters.get(model), salt_of(request, given)))
+
+    def submit(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        params: CheckedParams,
+        salt: Salt,
+        transfer: TransferParams | None = None,
+    ) -> Job:
+        """Start a job with the salt of this moment: an adapter may have been replaced while prompts were prepared.
+
+        Raises: as ``EngineClient.submit`` and ``salt_of``.
+        """
+        return self.client.submit(name, prompts, params, salt(), transfer)
 
     async def in_thread(self, work: Callable[[], T], num_characters: int = 0) -> T:
         """Run work in a thread.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, Final
 from uuid import uuid4
@@ -29,7 +30,7 @@ from strandline.server.requests.request_bodies import (
     sent_as,
 )
 from strandline.server.requests.response_store import ResponseStore
-from strandline.server.requests.service import Service
+from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.tools import Toolbox
 from strandline.server.requests.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
@@ -207,7 +208,7 @@ class ModelResponse:
         conversation: Conversation,
         prompt: Prompt,
         checked: CheckedParams,
-        salt: str,
+        salt: Salt,
     ) -> None:
         params = checked.params
         self._body = body
@@ -245,7 +246,7 @@ class ModelResponse:
         self._token_ids: list[int] = []
         rules, tokenizer = checked.reasoning, service.tokenizer
         self._reasoning = None if rules is None else ReasoningCount(tokenizer, rules, checked.hidden_ids)
-        self.job = service.client.submit(self._head["id"], [prompt], checked, salt)
+        self.job = service.submit(self._head["id"], [prompt], checked, salt)
 
     async def answer(self) -> Json:
         """Return the complete response."""
@@ -340,11 +341,10 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     conversation = Conversation(body, owner_of(request), service.responses, placeholders)
     box = conversation.box
     body.require_plain_text(service, box)
-    salt = service.salt_of(request, body.cache_salt, body.model)
+    salt = partial(service.salt_of, request, body.cache_salt, body.model)
     with service.client.expect(params.n):
-        prompt = await _render(service, body, conversation, placeholders, salt)
+        prompt = await _render(service, body, conversation, placeholders, salt())
         checked = await service.bind(params, box, prompt)
-    salt = service.salt_of(request, body.cache_salt, body.model)
     response = ModelResponse(service, body, conversation, prompt, checked, salt)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
