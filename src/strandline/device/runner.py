@@ -234,11 +234,11 @@ class Runner:
                 plan.sequences,
                 chosen,
                 drafts,
-                fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels),
-                (wanted, hidden_XE[indices.wanted_rows]) if wanted else None,
-                fetch_routed(plan.sequences, self._memory.routing, self._states),
-                self.transfers,
-                self.device,
+                prompt_logprobs=fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels),
+                hidden_states=(wanted, hidden_XE[indices.wanted_rows]) if wanted else None,
+                routed=fetch_routed(plan.sequences, self._memory.routing, self._states),
+                transfers=self.transfers,
+                device=self.device,
                 is_launch_bound=is_short and self.device.type == "cuda",
             )
 

@@ -78,16 +78,16 @@ class StepInFlight:
         stopping = [(index, state) for index, state in states if state.stop_finder is not None]
         return StepResult(
             tuple(token_ids),
-            logprobs,
-            prompt_logprobs,
-            self._read_drafts(),
-            failures,
-            {index: state.stop_string for index, state in stopping if state.stop_string is not None},
-            {index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
-            {index: state.is_bound for index, state in states if state.new.thinking is not None},
-            self._read_hidden_states(),
-            {i: RoutedTokens(start, x.numpy().tobytes(), x.shape[1]) for i, (start, x) in self.routed.items()},
-            self.transfers.take(),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            drafts=self._read_drafts(),
+            failures=failures,
+            stop_strings={index: state.stop_string for index, state in stopping if state.stop_string is not None},
+            num_stop_tokens={index: state.num_stop_tokens for index, state in stopping if state.num_stop_tokens},
+            is_bound={index: state.is_bound for index, state in states if state.new.thinking is not None},
+            hidden_states=self._read_hidden_states(),
+            routed={i: RoutedTokens(start, x.numpy().tobytes(), x.shape[1]) for i, (start, x) in self.routed.items()},
+            completions=self.transfers.take(),
         )
 
     def _read_hidden_states(self) -> dict[int, bytes]:

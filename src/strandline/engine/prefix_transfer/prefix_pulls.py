@@ -147,7 +147,7 @@ class PrefixPulls:
         LOGGER.warning("no prefix could be fetched from %s:%d: %s", peer.host, peer.port, error)
         self._store.counters.count(error.cause)
         for request in asked.requests:
-            request.load_failed_end = asked.num_promised or len(request.tokens)
+            request.loads.failed_end = asked.num_promised or len(request.tokens)
         self._queue(asked)
 
     def _take(self, asked: Asked, found: messages.Offer) -> None:

@@ -26,7 +26,7 @@ class Admissions:
         if not (times := self._admitted_s):
             return []
         return [
-            Admission(each.request_id, times.pop(each.request_id), each.load_begun_s, each.load_ended_s)
+            Admission(each.request_id, times.pop(each.request_id), each.loads.begun_s, each.loads.ended_s)
             for each in advanced
             if each.request_id in times
         ]

@@ -1,6 +1,7 @@
 """A request in the engine: one sequence of tokens and its progress."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -32,6 +33,19 @@ class Proposals(NamedTuple):
     looked_up: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class RequestLoads:
+    """The loads of a request's prompt from stores."""
+
+    num_begun: int = 0
+    begun_s: float | None = None
+    """When the first began."""
+    ended_s: float | None = None
+    """When the last ended."""
+    failed_end: int = 0
+    """Tokens that a load failed to bring."""
+
+
 class Request:
     """One sequence, changed by the scheduler alone. With ``n > 1`` each output is a request of its own."""
 
@@ -52,14 +66,11 @@ class Request:
         "is_looked_up",
         "lead",
         "lease",
-        "load_begun_s",
-        "load_ended_s",
-        "load_failed_end",
+        "loads",
         "marks",
         "max_total",
         "new",
         "num_admissions_seen",
-        "num_loads",
         "num_new",
         "num_prompt_tokens",
         "num_remembered",
@@ -132,14 +143,7 @@ class Request:
         """Whether it waits for a slot of its adapter (``AdapterAdmission``)."""
         self.offer: Offer | None = None
         """What a store holds of its prompt, to be loaded before it is admitted; None: nothing, or it has been tried."""
-        self.num_loads = 0
-        """Loads that were begun for it."""
-        self.load_begun_s: float | None = None
-        """When its first load began."""
-        self.load_ended_s: float | None = None
-        """When its last load ended."""
-        self.load_failed_end = 0
-        """Tokens that a load failed to bring."""
+        self.loads = RequestLoads()
         self.stop_ids = new.stop_ids
         self.lease: Lease | None = None
         self.account: Account | None = None

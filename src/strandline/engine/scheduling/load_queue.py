@@ -60,20 +60,20 @@ class LoadQueue:
         if lead is None:
             return LoadState.NO_ROOM
         request.offer, request.lead = None, lead
-        request.num_loads += 1
+        request.loads.num_begun += 1
         self._block(request)
         return LoadState.BEGUN
 
     def _block(self, request: Request) -> None:
         """Block a request until its load has ended."""
-        if request.load_begun_s is None:
-            request.load_begun_s = SYSTEM_CLOCK()
+        if request.loads.begun_s is None:
+            request.loads.begun_s = SYSTEM_CLOCK()
         self._waiting.block(request)
 
     def _offer(self, request: Request) -> Offer | None:
-        """Return what a store has of a prompt and the device lacks: the request's own offer, or what rests below."""
+        """Return what a store has of a prompt and the device lacks: the request's own offer, or what a tier stores."""
         cache = self._cache
-        if not cache.is_enabled or request.params.prompt_logprobs is not None or request.num_loads >= MAX_LOADS:
+        if not cache.is_enabled or request.params.prompt_logprobs is not None or request.loads.num_begun >= MAX_LOADS:
             return None
         own, demoted = request.offer, self.loads.tier_offer(request.tokens, request.salt)
         if own is not None and not self.loads.is_lacking(request.tokens, own, request.salt):
@@ -98,9 +98,9 @@ class LoadQueue:
             if ended is None:
                 continue
             for request in self._waiting.followers(ended.lease):
-                request.load_ended_s = SYSTEM_CLOCK()
+                request.loads.ended_s = SYSTEM_CLOCK()
                 if not ended.is_done and request.lead is not None:
-                    request.load_failed_end = request.lead.position
+                    request.loads.failed_end = request.lead.position
                 # What was loaded is protected from eviction until the request is admitted.
                 self._cache.forget(request.request_id)
                 self._cache.expect(request.request_id, request.tokens, request.salt)

@@ -362,7 +362,7 @@ class Scheduler:
             shared_end=request.num_prompt_tokens if self._is_exact else None,
             past_bin=request.interarrival_bin,
             is_counted=not request.is_audit,
-            load_failed_end=max(request.load_failed_end, request.offer.position if request.offer else 0),
+            load_failed_end=max(request.loads.failed_end, request.offer.position if request.offer else 0),
         )
         if lease is None:
             return None
