@@ -220,7 +220,7 @@ class Scheduler:
     def _plan_running(self, step: StepDrafts, spans: list[Span]) -> int:
         """Plan the running requests; return the rest of the token budget."""
         budget = self.max_num_batched_tokens
-        running, is_exact, is_ahead = self.running, self._is_exact, step.follows_unsettled
+        running, is_ahead = self.running, step.follows_unsettled
         index, has_drafter = 0, self.drafts.drafter is not None
         while index < len(running) and budget > 0:
             request = running[index]
@@ -234,11 +234,7 @@ class Scheduler:
                 index += 1
                 continue
             if start < request.num_prompt_tokens or end - start > 1:
-                end = start + self._long_prefills.allow(end - start, budget)
-                if request.pictures:
-                    end = self.pictures.limit(request, start, end)
-                if is_exact:
-                    end = exact_end(request, start, end)
+                end = self._prefill_end(request, start, end, budget)
                 if end == start:
                     # It is long and others decode; or it ends on the grid and the rest of the budget is less.
                     index += 1
@@ -252,6 +248,13 @@ class Scheduler:
                 budget -= span.end - start
             index += 1
         return budget
+
+    def _prefill_end(self, request: Request, start: int, end: int, budget: int) -> int:
+        """Return up to which of the tokens ``[start, end)`` a step computes a prompt; ``start``: it computes none."""
+        end = start + self._long_prefills.allow(end - start, budget)
+        if request.pictures:
+            end = self.pictures.limit(request, start, end)
+        return exact_end(request, start, end) if self._is_exact else end
 
     def _make_room(self, lease: Lease, end: int) -> bool:
         """Extend a lease, preempting the last running requests. False when its own request was preempted."""
@@ -303,19 +306,21 @@ class Scheduler:
                 continue
             if not step.admits(request):
                 break
-            if self._try_follow(request) or (state := self.loading.try_load(request, budget)) is LoadState.BEGUN:
+            if self._try_follow(request):
                 continue
-            if self.loading.is_worth_waiting(state, self.running) or (lease := self._admit(request, budget)) is None:
+            state = self.loading.try_load(request, budget)
+            if state is LoadState.BEGUN:
+                continue
+            if self.loading.is_worth_waiting(state, self.running):
+                break
+            lease = self._admit(request, budget)
+            if lease is None:
                 break
             waiting.admit(request)
             self._adapters.note_admitted(request)
             start = lease.computed
             groups.add(request.num_tokens - start)
-            end = start + self._long_prefills.allow(request.num_tokens - start, budget)
-            if request.pictures:
-                end = self.pictures.limit(request, start, end)
-            if self._is_exact:
-                end = exact_end(request, start, end)
+            end = self._prefill_end(request, start, request.num_tokens, budget)
             is_empty = end == start < request.num_tokens
             if not is_empty and (span := step.join(request, lease, end, budget)) is not None:
                 spans.append(span)
