@@ -32,7 +32,7 @@ from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.grammar_trials import GrammarTrials
 from strandline.server.engines.metrics import Metrics
-from strandline.server.engines.request_observer import RequestObserver
+from strandline.server.engines.request_observers import RequestObserver
 from strandline.server.engines.supervisor import EngineProcess, engine_process, keep_restarting
 from strandline.server.http.listener import Listener
 from strandline.server.http.serving import http_config, serve_http

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
-from strandline.server.engines.finished_requests import FinishedRequests
-from strandline.server.engines.request_observer import RequestObserver
+from strandline.server.engines.request_observers import FinishedRequests, RequestObserver
 
 
 @contextmanager

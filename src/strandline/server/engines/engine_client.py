@@ -31,7 +31,7 @@ from strandline.server.engines.engine_link import CoreSocket, EngineLink, HangDe
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
-from strandline.server.engines.request_observer import RequestObserver
+from strandline.server.engines.request_observers import RequestObserver
 from strandline.server.engines.tenants import CURRENT_TENANT, KEYLESS, Tenant
 from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
 from strandline.text.output_streams import RequestStream

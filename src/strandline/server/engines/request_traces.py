@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from strandline.clock import SYSTEM_CLOCK
 from strandline.env import read_otlp_protocol
 from strandline.errors import ConfigError
-from strandline.server.engines.request_observer import cache_fields, finish_reasons
+from strandline.server.engines.request_observers import cache_fields, finish_reasons
 from strandline.text.output_streams import RequestStream
 
 GRPC: Final = "grpc"
