@@ -51,9 +51,8 @@ from strandline.kernels.sampling.verification import LastStep, accept_drafts, re
 from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, store_hidden
 from strandline.models.layers.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.actions import Action
-from strandline.records.constraints import OutputConstraints
+from strandline.records.constraints import OutputConstraints, StopFinder
 from strandline.records.plan import NewRequest, PictureToEncode, SequencePlan, StepPlan, StepResult, num_tokens_ahead
-from strandline.records.stop_strings import StopFinder
 
 RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     locate_rows,

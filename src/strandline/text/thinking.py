@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strandline.reasoning_config import CLOSE, OPEN
-from strandline.records.grammars import UNCONSTRAINED, TokenMatcher
+from strandline.records.constraints import UNCONSTRAINED, TokenMatcher
 from strandline.records.reasoning_rules import ReasoningRules, ThinkingBudget
 from strandline.text.reasoning import ThinkParser
 from strandline.text.segments import SegmentKind

@@ -14,8 +14,8 @@ from strandline.config import EngineConfig
 from strandline.config_fields import Fields, read_vocab_size
 from strandline.errors import ConfigError, cause_of
 from strandline.model_config import read_json_object, read_model_config
+from strandline.records.constraints import TokenMatcher
 from strandline.records.events import Limits
-from strandline.records.grammars import TokenMatcher
 from strandline.records.plan import NewRequest
 from strandline.text.frontend import Frontend
 from strandline.text.model_files import GENERATION_CONFIG, check_files, find_tokenizer, read_generation_config

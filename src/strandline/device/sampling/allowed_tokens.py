@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strandline.device.hardware.upload import upload
-from strandline.records.grammars import TokenMatcher
+from strandline.records.constraints import TokenMatcher
 from strandline.records.plan import NewRequest
 
 

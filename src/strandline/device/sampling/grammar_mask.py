@@ -15,8 +15,8 @@ from torch import Tensor
 
 from strandline.device.hardware.upload import upload
 from strandline.kernels.ranks import ONE_RANK, Ranks
+from strandline.records.constraints import TokenMatcher
 from strandline.records.failures import OUTPUT_FAILED, failure_text
-from strandline.records.grammars import TokenMatcher
 
 NOT_ALLOWED = float("-inf")
 LOGGER: Final = logging.getLogger(__name__)

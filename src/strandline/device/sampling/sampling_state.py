@@ -15,9 +15,9 @@ from strandline.device.hardware.upload import upload
 from strandline.device.sampling.allowed_tokens import forbidden_mask
 from strandline.device.sampling.grammar_mask import GuardedMatcher
 from strandline.ids import NO_TOKEN
+from strandline.records.constraints import StopFinder
 from strandline.records.failures import OUTPUT_FAILED
 from strandline.records.plan import MAX_STOP_IDS, NewRequest
-from strandline.records.stop_strings import StopFinder
 
 LOGGER: Final = logging.getLogger(__name__)
 
