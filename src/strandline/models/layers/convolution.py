@@ -32,14 +32,33 @@ MAX_TAPS: Final = 5
 
 
 class CausalConvolution(nn.Module):
-    """The filter of one layer."""
+    """The filter of one layer.
+
+    Args:
+        composed_dtype: dtype of a filter that is no parameter, but composed of others when kernels are chosen; None: it
+            is a parameter.
+    """
 
     operations = (causal_conv1d_update, causal_conv1d_prefill, causal_conv1d_replay)
+    weight_CW: Tensor
 
-    def __init__(self, num_channels: int, num_taps: int, activation: Activation, site: Site, *, has_bias: bool) -> None:
+    def __init__(
+        self,
+        num_channels: int,
+        num_taps: int,
+        activation: Activation,
+        site: Site,
+        *,
+        has_bias: bool,
+        composed_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.activation, self.dtype = activation, site.dtype
-        self.weight_CW = site.parameter(num_channels, num_taps)
+        if composed_dtype is None:
+            self.weight_CW = site.parameter(num_channels, num_taps)
+        else:
+            filter_CW = torch.zeros(num_channels, num_taps, dtype=composed_dtype, device=site.device)
+            self.register_buffer("weight_CW", filter_CW, persistent=False)
         self.bias_C = site.parameter(num_channels) if has_bias else None
 
     @property
@@ -113,10 +132,9 @@ class ScaledConvolution(CausalConvolution):
     factor_C: Tensor
 
     def __init__(self, factor_C: Tensor, num_taps: int, activation: Activation, site: Site, *, has_bias: bool) -> None:
-        super().__init__(len(factor_C), num_taps, activation, site, has_bias=has_bias)
-        self.taps_CW, filter_CW = self.weight_CW, torch.zeros_like(self.weight_CW, dtype=torch.float32)
-        del self.weight_CW
-        self.register_buffer("weight_CW", filter_CW, persistent=False)
+        size = (len(factor_C), num_taps)
+        super().__init__(*size, activation, site, has_bias=has_bias, composed_dtype=torch.float32)
+        self.taps_CW = site.parameter(*size)
         self.register_buffer("factor_C", factor_C, persistent=False)
 
     def use_kernels(self, kernels: Kernels) -> None:
@@ -132,22 +150,19 @@ class ScaledConvolution(CausalConvolution):
 
 
 class ComposedConvolution(CausalConvolution):
-    """A convolution whose filter is no parameter, but composed of others when kernels are chosen.
+    """A convolution with a composed filter, in a layer that has windows of several.
 
     Args:
         name: name of its window, and of what is logged of drafts.
+        filter_dtype: dtype of the filter; None: that of the inputs.
     """
 
-    def __init__(self, name: str, num_channels: int, num_taps: int, site: Site) -> None:
-        super().__init__(num_channels, num_taps, None, site, has_bias=False)
+    def __init__(
+        self, name: str, num_channels: int, num_taps: int, site: Site, *, filter_dtype: torch.dtype | None = None
+    ) -> None:
+        dtype = site.dtype if filter_dtype is None else filter_dtype
+        super().__init__(num_channels, num_taps, None, site, has_bias=False, composed_dtype=dtype)
         self.name = name
-        filter_CW = torch.zeros_like(self.weight_CW)
-        del self.weight_CW
-        self.register_buffer("weight_CW", filter_CW, persistent=False)
-
-    @property
-    def _convolution(self) -> Convolution:
-        return Convolution(self.weight_CW, self.bias_C, self.activation)
 
     @property
     def window(self) -> TensorSpec:
@@ -177,9 +192,8 @@ class ResidualConvolution(ComposedConvolution):
     """
 
     def __init__(self, name: str, num_channels: int, num_taps: int, site: Site, *, scale: float = 1.0) -> None:
-        super().__init__(name, num_channels, num_taps, site)
+        super().__init__(name, num_channels, num_taps, site, filter_dtype=torch.float32)
         self.scale = scale
-        self.register_buffer("weight_CW", self.weight_CW.float(), persistent=False)
         self.taps_CW = site.parameter(num_channels, num_taps, dtype=torch.float32)
 
     def use_kernels(self, kernels: Kernels) -> None:

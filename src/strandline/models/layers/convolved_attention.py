@@ -24,6 +24,7 @@ from strandline.kernels.attention.qkv import HeadNorm
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
+from strandline.kernels.recurrences.conv1d import Convolution
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
@@ -73,27 +74,29 @@ class DelayedConvolution(CausalConvolution):
         num_others: channels that are only delayed; they follow the copies.
     """
 
+    shifts_C: Tensor
+
     def __init__(self, num_channels: int, num_taps: int, num_delays: int, num_others: int, site: Site) -> None:
         all_channels, all_taps = num_delays * num_channels + num_others, num_taps + num_delays - 1
-        super().__init__(all_channels, all_taps, None, site, has_bias=True)
+        super().__init__(all_channels, all_taps, None, site, has_bias=False, composed_dtype=site.dtype)
         self.num_delays = num_delays
         self.taps_CK = site.parameter(num_channels, num_taps)
         self.shift_C = site.parameter(num_channels)
-        # Composed of the published ones: these are no parameters.
-        for name in ("weight_CW", "bias_C"):
-            values = torch.zeros_like(getattr(self, name))
-            delattr(self, name)
-            self.register_buffer(name, values, persistent=False)
+        shifts_C = torch.zeros(all_channels, dtype=site.dtype, device=site.device)
+        self.register_buffer("shifts_C", shifts_C, persistent=False)
+
+    @property
+    def _convolution(self) -> Convolution:
+        return Convolution(self.weight_CW, self.shifts_C, None)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         super().use_kernels(kernels)
-        assert self.bias_C is not None
         num_channels, num_taps = self.taps_CK.shape
         for copy in range(self.num_delays):
             rows = slice(copy * num_channels, (copy + 1) * num_channels)
             self.weight_CW[rows, copy : copy + num_taps] = self.taps_CK
-            self.bias_C[rows] = self.shift_C
+            self.shifts_C[rows] = self.shift_C
         self.weight_CW[self.num_delays * num_channels :, -2] = 1.0
 
 
