@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from strandline.device.batches.batch import NUM_PLANNED, HostBatch, build_host_batch
 from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.batches.pending import PendingRows
 from strandline.device.batches.prompt_room import MAX_CAPTURED_PREFIX, MAX_PROMPTS, SPARE_CHUNKS, PromptRoom
 from strandline.device.steps.graph_sizes import graph_sizes, prompt_room, verification_sizes
 from strandline.ids import BLOCK_TOKENS, BlockId, LogId, PendingToken, RequestId, SlotId
@@ -57,7 +58,9 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
     step = PaddedStep(size)
     buffer_I = torch.zeros(step.num_integers, dtype=torch.int64)
     sources = np.arange(1, 1 + len(sequences))
-    host = build_host_batch(sequences, num_decodes, (sources, np.repeat(sources[:, None], MAX_STOP_IDS, axis=1)))
+    host = build_host_batch(
+        sequences, num_decodes, PendingRows(sources, np.repeat(sources[:, None], MAX_STOP_IDS, axis=1))
+    )
     assert size.has_room_for(host)
     step.fill(buffer_I.numpy(), host)
     # What is left of an earlier step is not written to.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
 from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.batches.pending import PendingRows
 from strandline.device.drafters.draft_layer import single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
 from strandline.kernels.batch import ReplayBatch, StepBatch
@@ -49,9 +50,7 @@ def verifications(draw: st.DrawFn) -> list[SequencePlan]:
     return sequences
 
 
-def host_of(
-    plans: Sequence[SequencePlan], num_prompts: int = 0, pending: tuple[np.ndarray, np.ndarray] | None = None
-) -> HostBatch:
+def host_of(plans: Sequence[SequencePlan], num_prompts: int = 0, pending: PendingRows | None = None) -> HostBatch:
     """Return a step whose sequences verify drafts, but for the last ones."""
     return build_host_batch(plans, len(plans) - num_prompts, pending, DEPTH)
 
@@ -110,7 +109,7 @@ def test_every_row_is_where_it_belongs(
                 token_ids = (max(int(last.tokens_P[row]), 0), *plan.token_ids[1:])
                 sequences[index] = plan._replace(state_dst=SlotId(0), token_ids=token_ids)
     sources = np.array(rows_before[: len(sequences)])
-    host = host_of(planned, 0, (sources, np.full((len(sequences), MAX_STOP_IDS), stop)))
+    host = host_of(planned, 0, PendingRows(sources, np.full((len(sequences), MAX_STOP_IDS), stop)))
     assert size.has_room_for(host)
     padded.fill(buffer_I.numpy(), host)
     tables = resolve(padded.planned_parts(buffer_I)[0], last, DEPTH)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import tile_rows
+from strandline.device.batches.pending import PendingRows
 from strandline.device.batches.picture_rows import rotary_offsets
 from strandline.device.hardware.upload import upload_groups
 from strandline.ids import NO_TOKEN, NULL_SLOT
@@ -174,7 +175,7 @@ class DeviceBatch:
 def build_host_batch(
     sequences: Sequence[SequencePlan],
     num_decodes: int,
-    pending_rows: tuple[np.ndarray, np.ndarray] | None = None,
+    pending: PendingRows | None = None,
     draft_tokens: int = 0,
 ) -> HostBatch:
     """Collect the step's indices.
@@ -182,14 +183,15 @@ def build_host_batch(
     Args:
         sequences: decodes first, then prefills; each computes one token or more.
         num_decodes: how many of them are decodes.
-        pending_rows: as ``PendingTokens.locate`` returns them; None: no token is pending.
+        pending: None: no token is pending.
         draft_tokens: number of drafts that a log has room for.
     """
     columns_FN = np.zeros((NUM_PLANNED + 2, len(sequences)), dtype=np.int64)
     columns_FN[:NUM_PLANNED] = np.array(list(map(PLANNED_FIELDS, sequences)), dtype=np.int64).T
-    source_row, stop_ids = pending_rows or (0, np.full((len(sequences), MAX_STOP_IDS), NO_TOKEN))
-    columns: SequenceColumns[np.ndarray] = SequenceColumns(*[*columns_FN, stop_ids])
-    columns.source_row[:] = source_row
+    stop_ids_NS = np.full((len(sequences), MAX_STOP_IDS), NO_TOKEN) if pending is None else pending.stop_ids_NS
+    columns: SequenceColumns[np.ndarray] = SequenceColumns(*[*columns_FN, stop_ids_NS])
+    if pending is not None:
+        columns.source_row[:] = pending.source_row_N
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(columns.end - columns.start, out=query_starts[1:])
     offsets = rotary_offsets(sequences, columns.rotary_delta)
@@ -292,7 +294,7 @@ def to_device(
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
         most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
-    rows, attention = locate(planned, [table_NM, *windows], kernels, lengths)
+    rows, attention = address_rows(planned, [table_NM, *windows], kernels, lengths)
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(chunk_columns)
     replay = None if host.replay is None else host.replay.with_tensors(replayed, kernels)
@@ -306,7 +308,7 @@ def to_device(
     return DeviceBatch(step, planned, stored, TiledRows(*tiled) if tiles else None, others_T)
 
 
-def locate(
+def address_rows(
     planned: PlannedStep,
     tables: Sequence[Tensor],
     kernels: Kernels,
@@ -314,7 +316,7 @@ def locate(
     *,
     are_single: bool = False,
 ) -> tuple[RowAddresses, AttentionBatch]:
-    """Return where the rows of a step are, and what layers attend to: with windows, each size writes all rows.
+    """Return the addresses of a step's rows, and what layers attend to: with windows, each size writes all rows.
 
     Args:
         tables: ``block_table_NM``, then ``window_table_NM`` of each size.

@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import most_tiles, tile_rows
-from strandline.device.batches.batch import DeviceBatch, HostBatch, HostLengths, HostReplay, locate
+from strandline.device.batches.batch import DeviceBatch, HostBatch, HostLengths, HostReplay, address_rows
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -228,7 +228,7 @@ class PaddedStep:
             is_padded=True,
         )
         tables_NM = [block_table_NM, *window_tables]
-        rows, attention = locate(planned, tables_NM, kernels, lengths, are_single=not size.has_filler)
+        rows, attention = address_rows(planned, tables_NM, kernels, lengths, are_single=not size.has_filler)
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
         whole = partial(
             StepBatch,

@@ -6,6 +6,7 @@ Shape suffixes: N sequences, P rows of the last step, S stop tokens of a sequenc
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,15 @@ from strandline.errors import EngineError
 from strandline.ids import RequestId
 from strandline.kernels.sampling.verification import LastStep
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
+
+
+class PendingRows(NamedTuple):
+    """How the device completes the pending tokens of a step; int64."""
+
+    source_row_N: np.ndarray
+    """Each sequence's row in the last step; 0 if its token is not pending."""
+    stop_ids_NS: np.ndarray
+    """Stop tokens to compare with the pending one; ``NO_TOKEN``: none."""
 
 
 class PendingTokens:
@@ -48,8 +58,8 @@ class PendingTokens:
                 self.last.num_accepted_P.zero_()
         self._row_of, self.may_follow_drafts = row_of, tokens_P is None
 
-    def locate(self, sequences: Sequence[SequencePlan], stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return each sequence's row in the last step, if its token is pending, and its stop tokens ``[N, S]``.
+    def find_rows(self, sequences: Sequence[SequencePlan], stops: Sequence[bytes]) -> PendingRows:
+        """Find what the device needs to complete sequences with pending tokens.
 
         Args:
             stops: stop tokens of each sequence, ``MAX_STOP_IDS`` int64.
@@ -63,4 +73,4 @@ class PendingTokens:
             raise EngineError(f"tokens of {missing} are pending, but the last step sampled those of {[*row_of]}")
         rows = [row_of[s.request_id] if s.pending else 0 for s in sequences]
         stop_ids_NS = np.frombuffer(bytearray().join(stops), dtype=np.int64).reshape(len(sequences), MAX_STOP_IDS)
-        return np.array(rows, dtype=np.int64), stop_ids_NS
+        return PendingRows(np.array(rows, dtype=np.int64), stop_ids_NS)

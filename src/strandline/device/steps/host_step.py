@@ -9,11 +9,10 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
-from strandline.device.batches.pending import PendingTokens
+from strandline.device.batches.pending import PendingRows, PendingTokens
 from strandline.device.sampling.choice import Candidates
 from strandline.device.sampling.sampling_state import NO_STOPS, SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
@@ -195,7 +194,7 @@ class Layout:
             ordered = [sequences[index] for index in order]
             if is_verification and any(x.log and not x.is_prefill for x in ordered[:num_decodes]):
                 raise EngineError("a step that verifies drafts was planned with a log of decoded tokens")
-            pending = self._locate(ordered, is_verification) if is_pending or is_verification else None
+            pending = self._pending_rows(ordered, is_verification) if is_pending or is_verification else None
             batch = build_host_batch(ordered, num_decodes, pending, self._log_tokens)
             slots_N = self._adapters.begin_step(ordered, self._states)
             batch = replace(batch, adapter_slots_N=slots_N)
@@ -208,7 +207,7 @@ class Layout:
         wanted = [each for each in candidates if each.state.wants_hidden_state]
         return HostStep(sequences, order, batch, captured, stored, candidates, wanted, is_plain)
 
-    def _locate(self, ordered: Sequence[SequencePlan], is_verification: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _pending_rows(self, ordered: Sequence[SequencePlan], is_verification: bool) -> PendingRows:
         """Return where the last step left pending tokens, and the stop tokens to compare on the device."""
         states = [self._states[sequence.request_id] for sequence in ordered]
         are_compared = [sequence.pending is PendingToken.MAY_STOP for sequence in ordered]
@@ -220,7 +219,7 @@ class Layout:
                     f"requests {pending} were planned before tokens were known that the host has to compare"
                 )
         stops = [state.stop_ids if yes else NO_STOPS for state, yes in zip(states, are_compared, strict=True)]
-        return self._pending.locate(ordered, stops)
+        return self._pending.find_rows(ordered, stops)
 
     def _candidates(
         self, sequences: Sequence[SequencePlan], order: Sequence[int], rates: Sequence[float] | None
