@@ -9,6 +9,8 @@ CLIENTS := .venv-clients
 AGENTS := .clients
 NEWEST := .venv-newest
 TOOLS := .venv-tools
+# Of the pips that Pythons bring, some take three times as long to choose releases as the newest.
+NEW_VENV = $(PYTHON) -m venv --upgrade-deps
 # Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -42,7 +44,7 @@ test-long: ## the same with the cases marked long, and ten times as many, new ex
 	$(BIN)/python -m pytest $(WORKERS) --long $(PYTEST_ARGS)
 
 test-newest: ## all tests with the newest releases of all dependencies, in an environment of its own
-	test -x $(NEWEST)/bin/pip || $(PYTHON) -m venv $(NEWEST)
+	test -x $(NEWEST)/bin/pip || $(NEW_VENV) $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile \
 	  --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(NEWEST)/bin/python -m compileall -qq -j 0 -x $(SELDOM) $(NEWEST)/lib || true
@@ -78,7 +80,7 @@ format: setup ## format the code, and apply automatic fixes
 	$(BIN)/ruff check --fix .
 
 docs: ## build the documentation as a site below build/site; a dead link is an error
-	test -x $(TOOLS)/bin/pip || $(PYTHON) -m venv $(TOOLS)
+	test -x $(TOOLS)/bin/pip || $(NEW_VENV) $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --disable-pip-version-check --quiet 'mkdocs-material>=9.7'
 	mkdir -p build/site-pages
 	for each in README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs benchmarks tests; do \
@@ -86,7 +88,7 @@ docs: ## build the documentation as a site below build/site; a dead link is an e
 	NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --strict
 
 dist: ## build wheel and source distribution below dist, check them, and serve the demo model from the wheel
-	test -x $(TOOLS)/bin/pip || $(PYTHON) -m venv $(TOOLS)
+	test -x $(TOOLS)/bin/pip || $(NEW_VENV) $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --disable-pip-version-check --quiet 'build>=1.4' 'twine>=6.2'
 	rm -rf dist
 	$(TOOLS)/bin/python -m build --outdir dist
@@ -94,7 +96,7 @@ dist: ## build wheel and source distribution below dist, check them, and serve t
 	tools/try_wheel.sh dist/*.whl $(PYTHON)
 
 manifests: ## check the manifests of deploy/kubernetes against the schemas of Kubernetes (needs kubectl)
-	test -x $(TOOLS)/bin/pip || $(PYTHON) -m venv $(TOOLS)
+	test -x $(TOOLS)/bin/pip || $(NEW_VENV) $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --disable-pip-version-check --quiet 'kubernetes-validate>=1.34'
 	mkdir -p build/manifests
 	for each in single data-parallel autoscaled; do \
@@ -108,7 +110,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "Strandline needs Python 3.11 to 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	    "Name another: make setup PYTHON=python3.12" >&2; exit 1; }
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(NEW_VENV) $(VENV)
 # pip would compile the modules on one core. Some files are templates, which do not compile.
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m compileall -qq -j 0 -x $(SELDOM) $(VENV)/lib || true
@@ -121,7 +123,7 @@ $(COLLECTED): $(STAMP) | kernels
 
 # What docs/clients.md says to install, with the versions of torch and transformers that we have tested.
 $(CLIENTS)/.setup-done: $(STAMP) docs/clients.md
-	test -x $(CLIENTS)/bin/pip || $(PYTHON) -m venv $(CLIENTS)
+	test -x $(CLIENTS)/bin/pip || $(NEW_VENV) $(CLIENTS)
 	sed -n 's/^pip install //p' docs/clients.md | \
 	  xargs $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 	@touch $@
