@@ -11,8 +11,9 @@ NEWEST := .venv-newest
 TOOLS := .venv-tools
 # Of the pips that Pythons bring, some take three times as long to choose releases as the newest.
 NEW_VENV = $(PYTHON) -m venv --upgrade-deps
-# Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests run in one worker (tests/conftest.py). On two cores, a third worker uses the time in which tests of the
+# others wait, for servers above all. PYTEST_ARGS="-n 0" runs all in one process.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 # Half of what is installed, of which little is imported: it is compiled then.
 SELDOM := '/(models|sympy|networkx|pip|setuptools|tests?|testing|_inductor)/'
@@ -116,7 +117,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m compileall -qq -j 0 -x $(SELDOM) $(VENV)/lib || true
 	@touch $@
 
-# Both workers would compile all tests, on as many cores; mypy leaves one idle. What fails here fails in them, too.
+# Each worker would compile all tests; mypy leaves a core idle. What fails here fails in them, too.
 $(COLLECTED): $(STAMP) | kernels
 	@$(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true
 	@touch $@

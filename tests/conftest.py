@@ -1,6 +1,6 @@
 """What every test gets: fixed seeds, one thread, and no test of the GPU where there is none.
 
-With several workers (``-n 2 --dist loadfile``, as ``make test`` runs them) the tests of a file stay in one worker, and
+With several workers (``-n 3 --dist loadfile``, as ``make test`` runs them) the tests of a file stay in one worker, and
 so do those of files that share servers. Numba's kernels are compiled before the workers start, and not once in each.
 """
 
@@ -88,7 +88,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples are drawn; compile Numba's kernels before two workers do it at the same time."""
+    """Choose how many examples are drawn; compile Numba's kernels before several workers do it at the same time."""
     settings.load_profile("long" if config.getoption("long") else "fixed")
     is_worker = hasattr(config, "workerinput")
     if config.getoption("numprocesses", None) and not is_worker and importlib.util.find_spec("numba") is not None:
