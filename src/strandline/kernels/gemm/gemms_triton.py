@@ -23,6 +23,7 @@ from strandline.kernels.gemm.launches import (
     MAX_BLOCK_PAIR,
     MAX_ROWS_FEW,
     MAX_ROWS_LOGITS,
+    MIN_OUTPUTS_QUANTIZED,
     MIN_ROWS_LOGITS_TILES,
     Kernel,
     Plan,
@@ -175,6 +176,8 @@ def multiply_into(
     kernel, launch = choose(rows, weight, launches) if expansion is None else choose_adapted(rows, weight)
     match kernel:
         case Kernel.ROWS:
+            if weight.format.multiplies_fp8 and weight.shape[0] >= MIN_OUTPUTS_QUANTIZED and expansion is None:
+                rows = quantized(rows)
             launch_rows(out_TO, rows, weight, bias_O, launch, expansion=expansion)
         case Kernel.SKINNY:
             launch_skinny(out_TO, plain_rows(rows), weight.values_OI, bias_O, launch)

@@ -50,6 +50,10 @@ MAX_ROWS_SKINNY: Final = 16
 MAX_OUTPUTS: Final = 65536
 """Beyond (the head), two rows and more take torch's GEMM; one row takes 0.92 of its time on an H200."""
 
+MIN_OUTPUTS_QUANTIZED: Final = 1 << 15
+"""From here on (heads of drafts) a few rows are quantised in a launch before; else every program does so, which takes
+as many instructions as the product (benchmarks/results/2026-11-28-one-row.md)."""
+
 DENSE_TINY: Final = rows_launch(1, 2048, 4)
 DENSE_SMALL: Final = rows_launch(1, 1024, 2)
 DENSE_NARROW: Final = rows_launch(2, 512, 2)

@@ -18,7 +18,7 @@ from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeig
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation import swiglu
-from strandline.kernels.rowwise.quantized_rows import GROUP
+from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows
 from tests.cpu.kernels.gemm.formats import (
     ALL_FORMATS,
     CASES,
@@ -48,6 +48,7 @@ from strandline.kernels.gemm.formats import fp8
 from strandline.kernels.gemm.formats.launches import FormatLaunches, Preloaded, rows_launch
 from strandline.kernels.gemm.launches import MAX_ROWS_FEW, MAX_ROWS_SKINNY, Kernel, Plan, choose, choose_adapted
 from strandline.kernels.gemm.logits_triton import logits_of_many
+from strandline.kernels.gemm.rows_triton import launch_rows
 from strandline.kernels.rowwise.quantizing_triton import quantize_rows
 
 WORSE = 1.02
@@ -429,6 +430,22 @@ def test_fixed_launches_multiply_each_row_alone(case: Case) -> None:
 @pytest.mark.parametrize(("num_rows", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (6, torch.bfloat16)])
 def test_quantised_rows_give_the_same_bits(num_rows: int, dtype: torch.dtype) -> None:
     check_quantized_inputs(FP8["fp8-32"], num_rows, 260, 32, dtype, "cpu")
+
+
+@pytest.mark.parametrize("num_outputs", [32, 64])
+def test_few_rows_are_quantised_once_for_many_outputs(num_outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemms_triton, "MIN_OUTPUTS_QUANTIZED", 64)
+    taken = list[bool]()
+
+    def noted(out_TO: Tensor, rows: Any, *args: Any, **options: Any) -> None:
+        taken.append(isinstance(rows, QuantizedRows))
+        launch_rows(out_TO, rows, *args, **options)
+
+    monkeypatch.setattr(gemms_triton, "launch_rows", noted)
+    weight = scaled_weight(num_outputs, 256)
+    x = torch.randn(1, 256).bfloat16()
+    assert torch.equal(gemms_triton.linear(x, weight), gemms_triton.linear(quantize_rows(x), weight))
+    assert taken == [num_outputs == 64, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
