@@ -16,8 +16,11 @@ from strandline.text.marks import common_length
 from strandline.text.prompts import check_messages
 
 MARK: Final = "cache_control"
+BREAKPOINT: Final = "prompt_cache_breakpoint"
+"""OpenAI's mark of a part."""
+MARKS: Final = (MARK, BREAKPOINT)
 MAX_MARKS: Final = 4
-"""Maximum marks per request; Anthropic's limit."""
+"""Maximum marks per request; Anthropic's limit, and the number of breakpoints that OpenAI's API writes."""
 REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 """Names under which templates read the thoughts of an assistant's message; each has what a request gives under any."""
 REASONING_DETAILS: Final = "reasoning_details"
@@ -95,7 +98,7 @@ def read_messages(messages: Iterable[Any]) -> list[MarkedMessage]:
     Raises:
         MessageError: one is malformed.
     """
-    given = list(messages)
+    given = _with_breakpoints(list(messages))
     newest = max((index for index, message in enumerate(given) if _role_of(message) not in SYSTEM_ROLES), default=0)
     found = []
     for index, message in enumerate(given):
@@ -134,6 +137,34 @@ def sentinel_positions(rendered: str, text: str) -> list[int]:
     """Return the positions in the plain text that correspond to the sentinels in the other rendering."""
     pieces = rendered.split(SENTINEL)
     return [common_length("".join(pieces[:count]), text) for count in range(1, len(pieces))]
+
+
+def _with_breakpoints(messages: list[Any]) -> list[Any]:
+    """Return messages with OpenAI's breakpoints as marks.
+
+    The latest ones count, as in OpenAI's API, because clients send those of earlier turns again.
+
+    Raises:
+        MessageError: a breakpoint is of an unknown kind.
+    """
+    found = [
+        (index, position, part[BREAKPOINT])
+        for index, message in enumerate(messages)
+        if isinstance(message, Mapping) and isinstance(parts := message.get("content"), list)
+        for position, part in enumerate(parts)
+        if isinstance(part, Mapping) and part.get(BREAKPOINT) is not None
+    ]
+    for index, _, value in found:
+        if not isinstance(value, Mapping) or value.get("mode") != "explicit":
+            raise MessageError(
+                f"{BREAKPOINT} must be {{'mode': 'explicit'}}, got {json.dumps(value)[:100]}", index, BREAKPOINT
+            )
+    marked = list(messages)
+    for index, position, _ in found[-MAX_MARKS:]:
+        parts = list(marked[index]["content"])
+        parts[position] = {**parts[position], MARK: parts[position].get(MARK) or {"type": "ephemeral"}}
+        marked[index] = {**marked[index], "content": parts}
+    return marked
 
 
 def _role_of(message: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from strandline.errors import RequestError
 from strandline.records.pictures import PictureReference
+from strandline.text.chat_messages import MARKS
 
 BEGIN, END = "\U0010fffe", "\U0010ffff"
 PLACEHOLDER: Final = re.compile(rf"{BEGIN}(\d{{1,9}}){END}")
@@ -51,7 +52,7 @@ class PicturePlaceholders:
             placeholder = f"{BEGIN}{len(self.references)}{END}"
             self.references.append(found[0])
             self.paths.append(found[1])
-            own = {name: value[name] for name in ("cache_control",) if name in value}
+            own = {name: value[name] for name in MARKS if name in value}
             return {"type": "text", "text": placeholder, **own}
         inside = f"{path}.tool_result" if value.get("type") == "tool_result" else path
         return {

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from strandline import LLM, SamplingParams
 from strandline.errors import RequestError
+from strandline.text.chat_messages import read_messages
 from strandline.text.conversations import ChatRenderer
 from strandline.text.marks import common_length
 from strandline.text.model_files import DEMO_DIRECTORY
@@ -116,6 +117,29 @@ def test_marks_are_counted_and_their_kind_is_checked() -> None:
         ends(PLAIN, [user("x", cache_control=EPHEMERAL)] * 5)
     with pytest.raises(RequestError, match=r"must be \{'type': 'ephemeral'\}"):
         ends(PLAIN, [user("x", cache_control={"type": "eternal"})])
+
+
+def breakpoints(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "prompt_cache_breakpoint": {"mode": "explicit"}} for text in texts]
+
+
+def test_openai_breakpoints_mark_the_ends_of_their_parts() -> None:
+    part, after = breakpoints("here")[0], {"type": "text", "text": "there"}
+    assert ends(PLAIN, [user([part, after])])[0].endswith("user\nhere")
+    assert ends(PLAIN, [user([{**part, "cache_control": None}, after])])[0].endswith("user\nhere")
+    assert ends(PLAIN, [user([{**part, "prompt_cache_breakpoint": None}, after])]) == []
+
+
+def test_the_latest_four_breakpoints_count() -> None:
+    marked = read_messages([user(breakpoints("a", "b", "c")), user(breakpoints("d", "e"))])
+    assert [entry.places for entry in marked] == [[3, 5], [1, 3]]
+    assert len(ends(PLAIN, [user(breakpoints(*"abcdefgh"))])) >= 4
+
+
+def test_a_breakpoint_of_an_unknown_mode_is_refused_by_its_message() -> None:
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "implicit"}}
+    with pytest.raises(RequestError, match=r"messages\[1\]: prompt_cache_breakpoint must be \{'mode': 'explicit'\}"):
+        ends(PLAIN, [user("y"), user([part])])
 
 
 def test_tools_for_a_template_that_knows_none_are_refused() -> None:

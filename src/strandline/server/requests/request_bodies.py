@@ -49,7 +49,8 @@ INSTEAD: Final[Mapping[str, str]] = {
 """What to do instead of sending some of these fields."""
 
 WITHOUT_EFFECT: Final = frozenset(
-    {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier"}
+    {"metadata", "parallel_tool_calls", "priority", "request_id", "safety_identifier"}
+    | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
     | {"spaces_between_special_tokens"}
     | {"service_tier", "store", "tool_choice", "user"}
     | {"cache_control", "container", "context_management", "diagnostics", "speed"}  # of Anthropic's API

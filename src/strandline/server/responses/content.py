@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from strandline.errors import RequestError
 from strandline.server.http.request_log import warn_once
+from strandline.text.chat_messages import MARKS
 
 TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 MEDIA: Final[Mapping[str, str]] = {
@@ -54,7 +55,7 @@ def text_parts(content: Any, path: str) -> str | list[dict[str, Any]]:
                 f"{path}[{index}] must be a part with a type, got {shown(part)}", param=f"{path}[{index}]"
             )
         text = _part_text(part, f"{path}[{index}]")
-        marks = {name: part[name] for name in ("cache_control",) if name in part}
+        marks = {name: part[name] for name in MARKS if name in part}
         parts.append({"type": "text", "text": text, **marks})
     return parts
 
