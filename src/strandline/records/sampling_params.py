@@ -154,7 +154,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     max_tokens: int | None = 16
-    """None: up to ``max_model_len``. 0 needs ``prompt_logprobs``."""
+    """None: up to ``max_model_len``. 0: the prompt is computed, for the cache or its log-probabilities."""
     logprobs: int | None = None
     """Number of most likely tokens to report in addition to the sampled one; 0 reports only the sampled one."""
     logprob_token_ids: list[int] | None = None
@@ -255,7 +255,7 @@ class SamplingParams:
         _require_integer("top_k", self.top_k, -1, MAX_COUNT)
         _require_integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None:
-            _require_integer("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0, MAX_COUNT)
+            _require_integer("max_tokens", self.max_tokens, 0, MAX_COUNT)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="max_tokens"

@@ -96,7 +96,7 @@ def test_anthropics_own_package_reads_answers_and_streams(server: ServerProcess,
             assert "".join(stream.text_stream) == expected
             assert stream.get_final_message().usage.output_tokens == 20
         with pytest.raises(anthropic.BadRequestError, match="max_tokens must be"):
-            client.messages.create(**{**question, "max_tokens": 0})
+            client.messages.create(**{**question, "max_tokens": -1})
         with pytest.raises(anthropic.BadRequestError, match="does not support tools"):
             client.messages.create(**question, tools=[{"name": "f", "input_schema": {"type": "object"}}])
 

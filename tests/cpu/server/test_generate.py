@@ -95,7 +95,7 @@ def test_stop_strings_end_tokens(server: ServerProcess) -> None:
         ({"sampling_params": 5}, "sampling_params"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"n": 2, "temperature": 0}}, "n"),
-        ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"sampling_params": {"max_tokens": -1}}, "max_tokens"),
         ({"sampling_params": {"repetition_detection": {"window": 1}}}, "repetition_detection"),
         ({"sampling_params": {"prompt_logprobs": 0}, "stream": True}, "prompt_logprobs"),
         ({"sampling_params": {"structured_outputs": {"choise": ["a"]}}}, "structured_outputs"),

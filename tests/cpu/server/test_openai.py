@@ -127,8 +127,27 @@ def test_a_prompt_that_is_only_echoed_generates_nothing(client: openai.OpenAI, s
     assert client.completions.create(**wishes).choices[0].text == PROMPT
     assert "".join(chunk.choices[0].text for chunk in client.completions.create(stream=True, **wishes)) == PROMPT
     assert server.metric("generation_tokens_total") == before
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be a whole number of at least 1"):
-        client.completions.create(**{**wishes, "echo": False})
+
+
+def test_no_output_tokens_fill_the_cache_in_every_api(client: openai.OpenAI, server: ServerProcess) -> None:
+    before = server.metric("generation_tokens_total")
+    silent = client.completions.create(model="tiny", prompt="warm me up", max_tokens=0, logprobs=1)
+    assert (silent.choices[0].text, silent.choices[0].finish_reason) == ("", "length")
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "warm me"}]}
+    cold = client.chat.completions.create(**asked, max_tokens=0, stream=True, stream_options={"include_usage": True})
+    *_, last = cold
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 0
+    [whole] = client.chat.completions.create(**asked, max_completion_tokens=0).choices
+    assert (whole.message.content, whole.finish_reason) == ("", "length")
+    empty = client.responses.create(model="tiny", input="warm me", max_output_tokens=0)
+    assert (empty.status, empty.output_text) == ("incomplete", "")
+    assert server.metric("generation_tokens_total") == before
+    for prompt, hit in (("warm me up", 10), ("u:warm me|a:", 12)):
+        warm = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+        assert warm.usage is not None
+        assert warm.usage.prompt_tokens_details is not None
+        assert warm.usage.prompt_tokens_details.cached_tokens == hit
 
 
 def test_chat_renders_the_template_and_streams_what_it_answers(client: openai.OpenAI, offline_llm: LLM) -> None:

@@ -65,18 +65,38 @@ class UnknownPreviousResponseError(RequestError):
     """The response to be continued, or one before it, is not stored."""
 
 
+class ThreadError(RequestError):
+    """A request's ``thread`` cannot be served: Anthropic's clients send the whole conversation instead.
+
+    Args:
+        error_code: Anthropic's, by which clients choose what to do.
+    """
+
+    def __init__(self, message: str, error_code: str) -> None:
+        super().__init__(message, param="thread")
+        self.error_code = error_code
+
+
 class UnknownAdapterError(RequestError):
     """The request names a LoRA adapter that is not there."""
 
 
-def error_body(path: str, status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+def error_body(
+    path: str,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> bytes:
     """Return an error in the shape that a path's clients expect."""
     is_anthropic = path.startswith(ANTHROPIC_PATH)
     kind = (ANTHROPIC_TYPES if is_anthropic else TYPES).get(status, "invalid_request_error")
     if status >= 500 and kind == "invalid_request_error":
         kind = "api_error" if is_anthropic else "server_error"
     text = message[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
-    error = {"message": text, "type": kind, "param": param, "code": code}
+    error = {"message": text, "type": kind, "param": param, "code": code, **({"details": details} if details else {})}
     return msgspec.json.encode({**({"type": "error"} if is_anthropic else {}), "error": error})
 
 
@@ -87,10 +107,11 @@ def error_response(
     *,
     param: str | None = None,
     code: str | None = None,
+    details: Mapping[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Return an error as a response."""
-    body = error_body(path, status, message, param=param, code=code)
+    body = error_body(path, status, message, param=param, code=code, details=details)
     return Response(body, status, dict(headers or {}), media_type="application/json")
 
 
@@ -113,6 +134,8 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 404, None
         case UnknownPreviousResponseError():
             return 400, "previous_response_not_found"
+        case ThreadError():
+            return (404 if error.error_code == "thread_not_found" else 400), error.error_code
         case PromptTooLongError():
             return 400, "context_length_exceeded"
         case RequestError():
@@ -156,7 +179,8 @@ async def _ours(request: Request, error: Exception) -> Response:
     if path.startswith(ANTHROPIC_PATH) and isinstance(error, PromptTooLongError) and error.num_tokens is not None:
         # Anthropic's wording: clients read the numbers, to shorten the conversation by as much as is needed.
         message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
-    return error_response(path, status, message, param=param, code=code, headers=headers)
+    details = {"error_code": error.error_code} if isinstance(error, ThreadError) else None
+    return error_response(path, status, message, param=param, code=code, details=details, headers=headers)
 
 
 async def _malformed(request: Request, error: Exception) -> Response:

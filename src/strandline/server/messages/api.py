@@ -1,6 +1,7 @@
 """``/v1/messages``: Anthropic's API for text, reasoning and client tools."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, NamedTuple
 from uuid import uuid4
@@ -13,6 +14,7 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.gate import owner_of
 from strandline.server.http.sse import (
     EventStream,
     json_response,
@@ -21,6 +23,7 @@ from strandline.server.http.sse import (
 from strandline.server.messages.blocks import Blocks
 from strandline.server.messages.content import BlockTexts
 from strandline.server.messages.history import History, read_history
+from strandline.server.messages.threads import Thread, read_thread
 from strandline.server.messages.tools import read_tools
 from strandline.server.requests.request_bodies import (
     Objects,
@@ -32,6 +35,7 @@ from strandline.server.requests.request_bodies import (
     sent_as,
     whole,
 )
+from strandline.server.requests.response_store import ResponseStore
 from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.tools import Toolbox
@@ -80,21 +84,23 @@ class CountBody(BaseModel):
     output_config: dict[str, Any] | None = None
     cache_salt: str | None = None
 
-    def conversation(self, placeholders: PicturePlaceholders | None) -> "Conversation":
+    def conversation(self, placeholders: PicturePlaceholders | None, earlier: Sequence[Json] = ()) -> "Conversation":
         """Return the conversation and its tools.
 
         Args:
             placeholders: take the pictures' place; None: the model reads none.
+            earlier: messages of the conversation before the request's.
 
         Raises: as ``PicturePlaceholders.insert``, ``read_tools``, ``read_history`` and ``toolbox``.
         """
         system: Any = self.system
         messages: Sequence[Any] = self.messages
         if placeholders is not None:
-            system, messages = placeholders.insert(system, "system"), placeholders.insert(messages, "messages")
+            system, earlier = placeholders.insert(system, "system"), placeholders.insert(earlier, "thread.messages")
+            messages = placeholders.insert(messages, "messages")
         tools = read_tools(self.tools)
         texts = BlockTexts(tools.definitions)
-        history = read_history(system, messages, texts)
+        history = read_history(system, messages, texts, earlier)
         return Conversation(history, tools.toolbox(self.tool_choice, texts.added), placeholders)
 
     def continues(self, history: History) -> bool:
@@ -151,6 +157,15 @@ class MessagesBody(CountBody):
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = False
     include_cache_account: bool = False
+    thread: dict[str, Any] | None = None
+
+    def in_thread(self, store: ResponseStore, owner: str) -> tuple["MessagesBody", Thread]:
+        """Return the request with its thread's system prompt and tools, and the thread. Raises as ``read_thread``."""
+        fields = {"system": self.system, "tools": self.tools}
+        thread = read_thread(self.thread, fields, self.messages, store, owner)
+        if self.max_tokens == 0:
+            thread = replace(thread, is_kept=False)  # there is no answer to continue
+        return self.model_copy(update=thread.head), thread
 
     def sampling_params(self, defaults: Mapping[str, Any], *, has_budgets: bool) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
@@ -188,8 +203,16 @@ class Message:
     """A request and its response."""
 
     def __init__(
-        self, service: Service, body: MessagesBody, box: Toolbox, prompt: Prompt, params: CheckedParams, salt: Salt
+        self,
+        service: Service,
+        body: MessagesBody,
+        box: Toolbox,
+        prompt: Prompt,
+        params: CheckedParams,
+        salt: Salt,
+        thread: Thread,
     ) -> None:
+        self._thread = thread
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
@@ -212,6 +235,7 @@ class Message:
             merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
         )
         self._blocks.finish()
+        self._thread.keep(self._head["id"], self._blocks.blocks)
         self._token_ids += output.token_ids
         end = {**self._end(output), "usage": self._usage(delta), **self._prompt_ids(), **self._output_ids()}
         return {**self._head, "content": self._blocks.blocks, **end}
@@ -232,6 +256,7 @@ class Message:
             events += self._blocks.append(self._parser.feed(output.text, output.call_marks))
             if delta.finished:
                 events += self._blocks.append(self._parser.finish()) + self._blocks.finish()
+                self._thread.keep(self._head["id"], self._blocks.blocks)
                 end = {"delta": self._end(output), "usage": self._usage(delta), **self._output_ids()}
                 events += [{"type": "message_delta", **end}, {"type": "message_stop"}]
             yield events
@@ -269,11 +294,12 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     service.require_model(body.model)
     params = body.sampling_params(service.defaults, has_budgets=service.client.frontend.has_thinking_end)
     salt = partial(service.salt_of, request, body.cache_salt, body.model)
-    conversation = body.conversation(service.picture_placeholders())
+    body, thread = body.in_thread(service.responses, owner_of(request))
+    conversation = body.conversation(service.picture_placeholders(), thread.earlier)
     with service.client.expect(params.n):
         prompt = await render(service, body, conversation, salt())
         checked = await service.bind(params, conversation.box, prompt)
-    message = Message(service, body, conversation.box, prompt, checked, salt)
+    message = Message(service, body, conversation.box, prompt, checked, salt, thread)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
     return json_response(await message.answer())

@@ -17,8 +17,11 @@ class History(NamedTuple):
     paths: list[str]
 
 
-def read_history(system: Any, messages: Sequence[Any], texts: BlockTexts) -> History:
+def read_history(system: Any, messages: Sequence[Any], texts: BlockTexts, earlier: Sequence[Any] = ()) -> History:
     """Return a conversation. Cache marks are retained; every tool result becomes a message.
+
+    Args:
+        earlier: messages of the conversation before the request's.
 
     Raises:
         RequestError: a block is malformed, or not text and in the newest turn; the error has its path.
@@ -29,9 +32,11 @@ def read_history(system: Any, messages: Sequence[Any], texts: BlockTexts) -> His
         content = system if isinstance(system, str) else _system_parts(system, texts)
         found.append({"role": "system", "content": content})
         paths.append(SYSTEM)
-    newest = max((index for index, message in enumerate(messages) if message.get("role") != "system"), default=0)
-    for index, message in enumerate(messages):
-        path = f"messages.{index}"
+    start = -len(earlier)
+    whole = list(enumerate([*earlier, *messages], start))
+    newest = max((index for index, message in whole if message.get("role") != "system"), default=0)
+    for index, message in whole:
+        path = f"messages.{index}" if index >= 0 else f"thread.messages.{index - start}"
         position = Position(path, is_newest=index == newest and message.get("role") != "assistant")
         content = message.get("content")
         turns = _split(message, content, texts, position) if isinstance(content, list) else [dict(message)]

@@ -20,6 +20,7 @@ from strandline.server.requests.structured_fields import GUIDED, structure_of
 
 NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
+    "compaction": (),
     "suffix": ("",),
     "tools": ([],),
     "mcp_servers": ([],),
@@ -27,6 +28,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "audio": (),
     "modalities": ([], ["text"]),
+    "moderation": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "allowed_token_ids": (),
@@ -41,6 +43,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
 INSTEAD: Final[Mapping[str, str]] = {
     "best_of": "send n, and choose by the log-probabilities",
     "chat_template": "give the server --chat-template",
+    "compaction": "ask for a summary in a message",
     "documents": "send them in chat_template_kwargs",
     "functions": "send tools",
     "mcp_servers": "send the servers' tools as tools",
