@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, Final
 
 from strandline.errors import ConfigError
-from strandline.file_tiers import DISK, OBJECTS, FileTier, read_bucket_url
+from strandline.file_tiers import DISK, OBJECTS, ChosenTier, FileTier, read_bucket_url
 from strandline.foreign_flags import FOREIGN_FLAGS, OPTIONS_OF_SERVERS
 from strandline.ids import BLOCK_TOKENS
 from strandline.json_options import read_json_option
@@ -319,15 +319,12 @@ class EngineConfig:
         return (DISK, self.disk_cache, self.disk_cache_size), (OBJECTS, self.object_store, self.object_store_size)
 
     @property
-    def file_tier(self) -> FileTier | None:
+    def file_tier(self) -> ChosenTier | None:
         """The tier whose files outlive the process; None: there is none."""
-        return next((tier for tier, location, _ in self._file_tiers if location is not None), None)
-
-    @property
-    def file_tier_size(self) -> str | int:
-        """Its size, or as much of it as the engine uses; 0: there is none."""
-        given = ((tier, size) for tier, location, size in self._file_tiers if location is not None)
-        return next((tier.default_size if size is None else size for tier, size in given), 0)
+        for tier, location, size in self._file_tiers:
+            if location is not None:
+                return ChosenTier(tier, location, tier.default_size if size is None else size)
+        return None
 
     def _require_cache(self) -> None:
         """Refuse options that would have no effect because nothing can be hit."""

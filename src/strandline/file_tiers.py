@@ -33,6 +33,17 @@ class FileTier:
         return f"{self.flag}-size"
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenTier:
+    """The tier in files that an engine has."""
+
+    kind: FileTier
+    location: str
+    """A directory or a URL."""
+    size: str | int
+    """Its size, or as much of it as the engine uses."""
+
+
 DISK: Final = FileTier("disk", "disk cache", "--disk-cache", "DIR", "100GiB", 0.0)
 OBJECTS: Final = FileTier("objects", "object store", "--object-store", "s3://BUCKET/PREFIX", "1TiB", 0.02)
 

@@ -126,7 +126,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
             LOGGER.info("stopped at once")
             return INTERRUPTED
         if engine.file_tier and any(each.failure is None for each in client.engines):
-            await _flush(client, engine.file_tier.title)
+            await _flush(client, engine.file_tier.kind.title)
         if client.num_jobs_failed:
             text = "stopped; requests that ended when an engine stopped: %d; all others were answered"
             LOGGER.info(text, client.num_jobs_failed)

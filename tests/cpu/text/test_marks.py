@@ -136,7 +136,7 @@ def test_the_latest_four_breakpoints_count() -> None:
     assert len(ends(PLAIN, [user(breakpoints(*"abcdefgh"))])) >= 4
 
 
-def test_a_breakpoint_of_an_unknown_mode_is_refused_by_its_message() -> None:
+def test_a_breakpoint_of_an_unknown_mode_is_refused() -> None:
     part = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "implicit"}}
     with pytest.raises(RequestError, match=r"messages\[1\]: prompt_cache_breakpoint must be \{'mode': 'explicit'\}"):
         ends(PLAIN, [user("y"), user([part])])

@@ -93,7 +93,7 @@ def attach_stores(
     _require_host_memory(config, spec, num_blocks * spec.block_bytes, ranks.size)
     tier, num_file_blocks = config.file_tier, 0
     if tier is not None:
-        num_file_blocks = blocks_below(config.file_tier_size, tier.size_flag, spec, config.snapshot_dtype)
+        num_file_blocks = blocks_below(tier.size, tier.kind.size_flag, spec, config.snapshot_dtype)
     slots = slot_encoding(spec, config.snapshot_dtype)
     new_store = PinnedStore if arena.bytes.device.type == "cuda" else HostStore
     host = new_store(arena, num_blocks, transfers.completions, slots)
@@ -102,14 +102,16 @@ def attach_stores(
     if tier is None:
         return facts, None
     layout = _layout(config, spec, weights, arena.bytes.device, ranks)
-    if config.object_store is not None:
-        files = open_object_files(config.object_store, layout, spec, config.snapshot_dtype)
-        opened = _OpenFiles(FileFacts(tier, num_file_blocks, config.object_store, SALT_KEY, layout), files, {})
+    if tier.kind is OBJECTS:
+        files = open_object_files(tier.location, layout, spec, config.snapshot_dtype)
+        opened = _OpenFiles(FileFacts(OBJECTS, num_file_blocks, tier.location, SALT_KEY, layout), files, {})
     else:
-        opened = _open_directory(config, layout, spec, num_file_blocks, ranks, progress=progress)
+        sizes = spec.stored_snapshots(config.snapshot_dtype).sizes_bytes
+        directory = DiskDirectory(Path(tier.location), layout, spec.raw_block_bytes, sizes, ranks.rank)
+        opened = _read_directory(directory, num_file_blocks, ranks, progress=progress)
     copies = ArenaCopies(arena, slots)
-    store = FileStore(tier.store, opened.files, opened.addresses, host, copies, transfers.completions)
-    transfers.attach(tier.store, store)
+    store = FileStore(tier.kind.store, opened.files, opened.addresses, host, copies, transfers.completions)
+    transfers.attach(tier.kind.store, store)
     return replace(facts, files=opened.facts), store
 
 
@@ -122,20 +124,13 @@ class _OpenFiles(NamedTuple):
     """Locations of all entries that they hold at the start."""
 
 
-def _open_directory(
-    config: EngineConfig, layout: dict[str, str], spec: ModelSpec, num_blocks: int, ranks: Ranks, *, progress: bool
-) -> _OpenFiles:
-    """Open the directory of this rank, and read what earlier processes have written there.
+def _read_directory(directory: DiskDirectory, num_blocks: int, ranks: Ranks, *, progress: bool) -> _OpenFiles:
+    """Read what earlier processes have written to the directory of this rank.
 
     Args:
         num_blocks: its size.
-
-    Raises:
-        ConfigError: it cannot be used.
     """
     start_s = SYSTEM_CLOCK()
-    sizes = spec.stored_snapshots(config.snapshot_dtype).sizes_bytes
-    directory = DiskDirectory(Path(config.disk_cache or ""), layout, spec.raw_block_bytes, sizes, ranks.rank)
     if ranks.rank == 0:
         directory.remove_ranks_from(ranks.size)
     with tqdm(desc=DISK.title, disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
@@ -172,10 +167,10 @@ def _require_host_memory(config: EngineConfig, spec: ModelSpec, num_bytes: int, 
         return
     each = f" for each of {num_sharing} {'ranks' if num_ranks > 1 else 'engines'}" if num_sharing > 1 else ""
     found = f"is more than the {have:,} bytes of memory that there are"
-    if config.host_memory is not None:
+    tier = config.file_tier
+    if config.host_memory is not None or tier is None:
         raise ConfigError(f"--host-memory of {num_bytes:,} bytes{each} {found}; lower it")
-    least_bytes = least_bytes_below(spec, config.snapshot_dtype)
-    flag = "" if config.file_tier is None else config.file_tier.flag
+    least_bytes, flag = least_bytes_below(spec, config.snapshot_dtype), tier.kind.flag
     raise ConfigError(
         f"{flag} needs a buffer of {num_bytes:,} bytes of host memory{each}, which {found}; give --host-memory, "
         f"of at least {least_bytes:,} bytes, or leave out {flag}"

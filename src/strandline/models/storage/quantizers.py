@@ -159,7 +159,7 @@ class Fp4Quantizer:
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
         weights = {"type": "float", "strategy": "tensor_group", "group_size": self.layout.group}
-        return _compressed(self.layout.compressed, weights, unconverted)
+        return _announcement(self.layout, weights, unconverted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Mxfp8Quantizer:
     def config(self, unconverted: Sequence[str]) -> dict[str, Any]:
         """See ``Quantizer``."""
         weights = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": self.layout.group}
-        return _compressed(self.layout.compressed, {**weights, "scale_dtype": "torch.uint8"}, unconverted)
+        return _announcement(self.layout, {**weights, "scale_dtype": "torch.uint8"}, unconverted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,19 @@ def nearest_codes(x: Tensor) -> Tensor:
     return (torch.bucketize(x.abs(), bounds) | x.signbit().long() << 3).to(torch.uint8)
 
 
-def _compressed(format: str | None, weights: Mapping[str, Any], unconverted: Sequence[str]) -> dict[str, Any]:
+def _announcement(layout: Layout, weights: Mapping[str, Any], unconverted: Sequence[str]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a layout: as compressed-tensors writes it, or else as ModelOpt does."""
+    if layout.compressed is not None:
+        return _compressed(layout.compressed, weights, unconverted)
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": layout.algorithms[0],
+        "group_size": layout.group,
+        "ignore": list(unconverted),
+    }
+
+
+def _compressed(format: str, weights: Mapping[str, Any], unconverted: Sequence[str]) -> dict[str, Any]:
     """Return the ``quantization_config`` of a format of ``compressed-tensors``."""
     group = {
         "targets": ["Linear"],

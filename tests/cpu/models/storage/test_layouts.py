@@ -8,12 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.config_fields import Fields
 from strandline.kernels.gemm.formats.coded import CodedFormat, draw_bits
 from strandline.kernels.gemm.formats.mxfp8 import LAUNCHES, pack_bytes, unpack_bytes
+from strandline.model_config import ModelConfig
 from strandline.models.layers.experts import Experts
 from strandline.models.storage import layouts, quantization_config
-from strandline.models.storage.layouts import AWQ, EXPONENTS, GPTQ, LAYOUTS, PACKED_COMPRESSED, Bytes, Layout
-from strandline.models.storage.quantizers import QUANTIZERS
+from strandline.models.storage.layouts import (
+    AWQ,
+    EXPONENTS,
+    GPTQ,
+    LAYOUTS,
+    MXFP8_LAYOUT,
+    NVFP4_COMPRESSED,
+    NVFP4_MODELOPT,
+    PACKED_COMPRESSED,
+    Bytes,
+    Layout,
+)
+from strandline.models.storage.quantization_config import read_schemes
+from strandline.models.storage.quantizers import QUANTIZERS, quantizer_of
 from tests.cpu.models import families, microscaled
 from tests.cpu.models.fp8 import Tensors, change_tensors
 from tests.cpu.models.quantized import assert_same_weights, check, load, logits, values_of
@@ -111,3 +125,14 @@ def test_configurations_announce_every_layout_in_one_way_only() -> None:
     announced = [name for layout in LAYOUTS for name in announcements(layout)]
     assert len(set(announced)) == len(announced)
     assert tuple(value for value in vars(layouts).values() if isinstance(value, Layout)) == LAYOUTS
+
+
+def test_what_writes_a_layout_announces_it() -> None:
+    written = {}
+    for layout in LAYOUTS:
+        quantizer = quantizer_of(layout)
+        if quantizer is not None:
+            values = quantizer.config(["lm_head"])
+            assert values["ignore"] == ["lm_head"]
+            written[layout] = read_schemes(ModelConfig("", Fields({}, ""), None, values))
+    assert written == {layout: (layout,) for layout in (NVFP4_MODELOPT, NVFP4_COMPRESSED, MXFP8_LAYOUT)}
