@@ -11,6 +11,7 @@ import torch
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
+from strandline.device.batches.padded_step import StepSize
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.hardware.heap import release_free_memory
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
@@ -100,19 +101,13 @@ class UniExecutor:
             model.use_kernels(kernels)
         if config.deterministic:
             require_determinism(spec, kernels)
-        draft_tokens, keeps_logs = choose_draft_tokens(config, spec, device_type), keeps_decoded(config, spec)
-        encoder_tokens = choose_encoder_tokens(config, model, device_type)
         with _timed(start_s, "memory"):
-            num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
-            have_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
-            have_bytes -= lower_device_bytes(config, spec, device)
-            num_slabs = have_bytes // spec.slab_bytes
-            max_model_len = choose_max_model_len(config, spec, model.max_position, have_bytes, device_type)
+            capacity, max_model_len = _choose_capacity(model, config, kernels, device, ranks)
             self.runner = Runner(
                 model,
                 kernels,
                 device,
-                Capacity(num_slabs, config.max_num_seqs, keeps_logs, draft_tokens, encoder_tokens),
+                capacity,
                 constraints,
                 poison=is_cache_debugged(),
                 synthetic_rates=None if config.speculation is None else config.speculation.synthetic_acceptance_rates,
@@ -122,35 +117,26 @@ class UniExecutor:
             lower, self._files = attach_stores(
                 config, self.runner.arena, self.runner.transfers, weights, ranks, progress=progress
             )
-        corrects_lengths = draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager
-        self._graph_sizes = graph_sizes(
-            config.max_num_seqs,
-            choose_batched_tokens(config, device_type),
-            config.tensor_parallel_size,
-            takes_pictures=encoder_tokens > 0,
-        )
-        if draft_tokens:
-            self._graph_sizes += verification_sizes(self._graph_sizes, draft_tokens)
-        if config.enable_lora:
-            self._graph_sizes += [replace(size, num_adapters=config.max_loras) for size in self._graph_sizes]
+        self._graph_sizes = _choose_graph_sizes(config, capacity, device_type)
         self._arena_memory = TensorMemory([self.runner.arena.bytes])
         self._given_back = set[Memory]()
         self.weights, self._receiver = WeightChanges(self.runner, config.model), _new_receiver(config, ranks, device)
+        corrects_lengths = capacity.draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager
         self.facts = ExecutorFacts(
             spec,
             model.vocab_size,
             max_model_len,
             device_type,
-            num_slabs,
-            spec.log_tokens if keeps_logs else 0,
+            capacity.num_slabs,
+            spec.log_tokens if capacity.keeps_logs else 0,
             needs_warm_up=kernels.is_compiled_on_gpu,
             fallbacks=kernels.fallbacks,
             lower=lower,
-            draft_tokens=draft_tokens,
+            draft_tokens=capacity.draft_tokens,
             corrects_lengths=corrects_lengths,
             verified_prompts=prompt_room(self._graph_sizes if corrects_lengths else ()),
             picture_config=None if model.tower is None else model.tower.pictures,
-            encoder_tokens=encoder_tokens,
+            encoder_tokens=capacity.encoder_tokens,
             changes_weights=not config.enable_lora and model.tower is None,
             routing_shape=model.routing_shape,
             num_ranks=ranks.size,
@@ -307,6 +293,40 @@ class UniExecutor:
         """End transfers, and give up graphs. Memory is freed with the executor."""
         self._receiver.leave()
         self.runner.close()
+
+
+def _choose_capacity(
+    model: LanguageModel, config: EngineConfig, kernels: Kernels, device: torch.device, ranks: Ranks
+) -> tuple[Capacity, int]:
+    """Return what the memory has room for, on every rank, and the longest request in tokens.
+
+    Raises:
+        ConfigError: it does not hold one request.
+    """
+    spec, device_type = model.spec, kind_of(device)
+    draft_tokens, keeps_logs = choose_draft_tokens(config, spec, device_type), keeps_decoded(config, spec)
+    num_logs = 1 + config.max_num_seqs if keeps_logs or draft_tokens else 0
+    num_bytes = ranks.least(choose_memory_bytes(config, model, kernels, device, num_logs))
+    num_bytes -= lower_device_bytes(config, spec, device)
+    max_model_len = choose_max_model_len(config, spec, model.max_position, num_bytes, device_type)
+    encoder_tokens = choose_encoder_tokens(config, model, device_type)
+    num_slabs = num_bytes // spec.slab_bytes
+    return Capacity(num_slabs, config.max_num_seqs, keeps_logs, draft_tokens, encoder_tokens), max_model_len
+
+
+def _choose_graph_sizes(config: EngineConfig, capacity: Capacity, device_type: str) -> list[StepSize]:
+    """Return the sizes of steps that are captured: without drafts and with, and all of these with adapters, too."""
+    sizes = graph_sizes(
+        config.max_num_seqs,
+        choose_batched_tokens(config, device_type),
+        config.tensor_parallel_size,
+        takes_pictures=capacity.encoder_tokens > 0,
+    )
+    if capacity.draft_tokens:
+        sizes += verification_sizes(sizes, capacity.draft_tokens)
+    if config.enable_lora:
+        sizes += [replace(size, num_adapters=config.max_loras) for size in sizes]
+    return sizes
 
 
 def _new_receiver(config: EngineConfig, ranks: Ranks, device: torch.device) -> WeightReceiver:
