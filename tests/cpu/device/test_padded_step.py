@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.device.batches.batch import NUM_PLANNED, HostBatch, build_host_batch
-from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
 from strandline.device.batches.pending import PendingRows
 from strandline.device.batches.prompt_room import MAX_CAPTURED_PREFIX, MAX_PROMPTS, SPARE_CHUNKS, PromptRoom
 from strandline.device.steps.graph_sizes import graph_sizes, prompt_room, verification_sizes
@@ -55,26 +55,25 @@ def places_of(host: HostBatch, size: StepSize) -> np.ndarray:
 
 def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> dict[str, np.ndarray]:
     """Return the parts of a filled buffer."""
-    step = PaddedStep(size)
-    buffer_I = torch.zeros(step.num_integers, dtype=torch.int64)
+    step = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
     sources = np.arange(1, 1 + len(sequences))
     host = build_host_batch(
         sequences, num_decodes, PendingRows(sources, np.repeat(sources[:, None], MAX_STOP_IDS, axis=1))
     )
     assert size.has_room_for(host)
-    step.fill(buffer_I.numpy(), host)
+    fill_parts(size, named_parts(size, step.buffer_I.numpy()), host)
     # What is left of an earlier step is not written to.
     table_NM = torch.full((size.num_sequences, size.num_blocks(512)), -1, dtype=torch.int32)
     table_NM[-1:] = 0
     for place, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
-    rows = step.batch(buffer_I, table_NM, 512, reference_kernels([locate_rows])).step
+    rows = step.batch(table_NM, 512, reference_kernels([locate_rows])).step
     places = {
         "positions": rows.positions_T,
         "write_blocks": rows.attention.write_blocks_T,
         "write_offsets": rows.attention.write_offsets_T,
     }
-    return {name: part.numpy() for name, part in {**step.named(buffer_I), **places}.items()}
+    return {name: part.numpy() for name, part in {**step.named, **places}.items()}
 
 
 @st.composite

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strandline.device.batches.batch import HostBatch, build_host_batch
-from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
 from strandline.device.batches.pending import PendingRows
 from strandline.device.drafters.draft_layer import single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
@@ -91,8 +91,7 @@ def test_every_row_is_where_it_belongs(
     size = StepSize(
         len(sequences) + num_spare, draft_tokens=max(plan.num_drafts for plan in sequences), log_tokens=DEPTH
     )
-    padded = PaddedStep(size)
-    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
+    padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
     # What the host does not know of some sequences lies on the device, in rows of any order.
     last = LastStep.empty(20, DEPTH, torch.device("cpu"))
     rows_before = data.draw(st.permutations(range(20)))
@@ -111,13 +110,13 @@ def test_every_row_is_where_it_belongs(
     sources = np.array(rows_before[: len(sequences)])
     host = host_of(planned, 0, PendingRows(sources, np.full((len(sequences), MAX_STOP_IDS), stop)))
     assert size.has_room_for(host)
-    padded.fill(buffer_I.numpy(), host)
-    tables = resolve(padded.planned_parts(buffer_I)[0], last, DEPTH)
+    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host)
+    tables = resolve(padded.planned_parts()[0], last, DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
     blocks_NM = host.block_table_NM
     table_NM[: len(sequences), : blocks_NM.shape[1]] = torch.from_numpy(blocks_NM)
-    batch = padded.batch(buffer_I, table_NM, 300, kernels, tables).step
+    batch = padded.batch(table_NM, 300, kernels, tables).step
     attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
     assert isinstance(replay, ReplayBatch)
     starts = attention.query_starts_N1.tolist()
@@ -186,18 +185,17 @@ def test_every_row_is_where_it_belongs(
     assert not chunks.lengths_C[last_chunk:].any()
 
 
-def filled(size: StepSize, host: HostBatch) -> tuple[PaddedStep, torch.Tensor, StepBatch]:
-    """Return a padded step, its buffer and its batch; no token is pending."""
-    padded = PaddedStep(size)
-    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
+def filled(size: StepSize, host: HostBatch) -> tuple[PaddedStep, StepBatch]:
+    """Return a padded step and its batch; no token is pending."""
+    padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
     assert size.has_room_for(host)
-    padded.fill(buffer_I.numpy(), host)
+    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host)
     table_NM = torch.zeros(size.num_sequences, 6, dtype=torch.int32)
-    for index, blocks in zip(padded.sequence_indices(host), host.block_table_NM, strict=True):
+    for index, blocks in zip(size.sequence_indices(host), host.block_table_NM, strict=True):
         table_NM[index, : len(blocks)] = torch.from_numpy(blocks)
-    tables = tables_of(padded, buffer_I) if size.has_drafts else None
+    tables = tables_of(padded) if size.has_drafts else None
     kernels = reference_kernels([locate_rows, insert_logged])
-    return padded, buffer_I, padded.batch(buffer_I, table_NM, 300, kernels, tables).step
+    return padded, padded.batch(table_NM, 300, kernels, tables).step
 
 
 def tensors_of(record: Any) -> dict[str, Any]:
@@ -220,9 +218,9 @@ def test_drafts_and_prompts_are_laid_out_as_alone(
         prompts.append(sequence(index, start, end, tuple(cuts))._replace(next_id=9000 + index))
     num_rows = sum(plan.end - plan.start for plan in prompts) + num_spare_rows
     size = StepSize(len(verified) + num_spare, num_rows, draft_tokens=DEPTH, log_tokens=DEPTH)
-    padded, buffer_I, batch = filled(size, host_of([*verified, *prompts], len(prompts)))
-    _, _, verified_alone = filled(replace(size, num_prompt_rows=0), host_of(verified))
-    _, _, prompts_alone = filled(StepSize(0, num_rows), build_host_batch(prompts, 0))
+    padded, batch = filled(size, host_of([*verified, *prompts], len(prompts)))
+    _, verified_alone = filled(replace(size, num_prompt_rows=0), host_of(verified))
+    _, prompts_alone = filled(StepSize(0, num_rows), build_host_batch(prompts, 0))
     assert batch.parts is not None
     for part, attention, alone in zip(batch.parts, batch.attention.parts, (verified_alone, prompts_alone), strict=True):
         assert tensors_of(attention) == tensors_of(alone.attention)
@@ -233,7 +231,7 @@ def test_drafts_and_prompts_are_laid_out_as_alone(
         assert torch.equal(getattr(batch, name), both)
     assert batch.num_verified_rows == rows
     assert batch.attention.query_starts_N1[size.first_prompt] == rows
-    named, sampled = padded.named(buffer_I), padded.sampled(buffer_I).columns
+    named, sampled = padded.named, padded.sampled().columns
     next_ids = [token for plan in prompts for token in (*plan.token_ids[1:], plan.next_id)]
     assert named["next_ids"][rows:].tolist() == next_ids + [0] * num_spare_rows
     ends = np.cumsum([plan.end - plan.start for plan in prompts]) + rows - 1
@@ -241,20 +239,20 @@ def test_drafts_and_prompts_are_laid_out_as_alone(
     assert len(sampled.last_row) == size.num_sequences - 1
 
 
-def tables_of(padded: PaddedStep, buffer_I: torch.Tensor) -> VerificationTables:
+def tables_of(padded: PaddedStep) -> VerificationTables:
     """Return the tables of a step in which no token is pending."""
     size = padded.size
     last = LastStep.empty(size.num_decodes, size.log_tokens, torch.device("cpu"))
-    return resolve_pending.reference(padded.planned_parts(buffer_I)[0], last, size.log_tokens)
+    return resolve_pending.reference(padded.planned_parts()[0], last, size.log_tokens)
 
 
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
-    padded = PaddedStep(StepSize(3, draft_tokens=2, log_tokens=4))
-    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), host_of([]))
+    size = StepSize(3, draft_tokens=2, log_tokens=4)
+    padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
+    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host_of([]))
     table_NM = torch.zeros(4, 2, dtype=torch.int32)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I)).step
+    batch = padded.batch(table_NM, 128, kernels, tables_of(padded)).step
     assert batch.attention.query_starts_N1.tolist() == [0, 0, 0, 0, 9]
     assert batch.attention.context_lens_N.tolist() == [0, 0, 0, 9]
     assert batch.positions_T.tolist() == list(range(9))
@@ -335,17 +333,13 @@ def test_drafts_count_up_to_the_first_that_differs_or_stops(backend: str, data: 
 @pytest.mark.parametrize("num_wanted", [DEPTH, 1])
 def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
     plans = [sequence(index, 62 + index, 63 + index)._replace(next_drafts=num_wanted) for index in range(4)]
-    padded = PaddedStep(StepSize(4, draft_tokens=DEPTH, log_tokens=DEPTH))
-    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), host_of(plans))
+    padded, _ = filled(StepSize(4, draft_tokens=DEPTH, log_tokens=DEPTH), host_of(plans))
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(buffer_I, table_NM, 128, kernels, tables_of(padded, buffer_I)).step
+    batch = padded.batch(table_NM, 128, kernels, tables_of(padded)).step
     last = LastStep.empty(4, DEPTH, torch.device("cpu"))
     tokens_T = torch.zeros(padded.size.num_rows, dtype=torch.int64)
-    accepted = accept_drafts.reference(
-        padded.sampled(buffer_I), padded.named(buffer_I)["verdicts"], tokens_T, last, table_NM, DEPTH
-    )
+    accepted = accept_drafts.reference(padded.sampled(), padded.named["verdicts"], tokens_T, last, table_NM, DEPTH)
     single = single_rows(batch, accepted, 0, torch.arange(5), torch.arange(4))
     is_wanted = num_wanted > 1
     position_N = torch.tensor([62, 63, 64, 65]) + is_wanted

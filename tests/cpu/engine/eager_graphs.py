@@ -86,7 +86,7 @@ class EagerGraphs(StepGraphs):
         super()._step(step)
         if step.padded.size.has_drafts:
             # A copy on its way to the host must not be overwritten.
-            step.tokens_T = step.named["next_ids"].clone()
+            step.tokens_T = step.padded.named["next_ids"].clone()
 
     def _batch(self, step: CapturedStep, tables: VerificationTables | None) -> DeviceBatch:
         self._replayed = step
@@ -98,7 +98,7 @@ class EagerGraphs(StepGraphs):
 
     def _by_sequence(self, step: CapturedStep) -> StepBatch:
         """Return a step with drafts whose sequences are prompts."""
-        size, named = step.padded.size, {name: part.tolist() for name, part in step.named.items()}
+        size, named = step.padded.size, {name: part.tolist() for name, part in step.padded.named.items()}
         starts = named["query_starts"]
         self.num_mixed += size.num_prompts > 0
         plans, kept = [], []
@@ -130,9 +130,9 @@ class EagerGraphs(StepGraphs):
             plans.append(plan)
             kept.append(n)
         host = build_host_batch(plans, 0, draft_tokens=self._arena.draft_tokens)
-        batch = to_device(host, step.buffer_I.device, self._kernels).step
+        batch = to_device(host, step.padded.buffer_I.device, self._kernels).step
         if size.takes_pictures:
-            batch = replace(batch, picture_offsets=step.named["picture_offsets"].view(3, -1))
+            batch = replace(batch, picture_offsets=step.padded.named["picture_offsets"].view(3, -1))
         # Whole tables: further drafts may lie in a block that no row of the step does.
         attention = replace(batch.attention, block_table_NM=step.block_table_NM[kept])
         attention.gathers[PADDED_TABLE] = step.block_table_NM
@@ -153,7 +153,7 @@ class EagerGraphs(StepGraphs):
     def _without_padding(self, batch: StepBatch) -> tuple[StepBatch, list[int]]:
         """Return a step without drafts, and its rows in the padded one."""
         captured = self._replayed
-        size, named = captured.padded.size, {name: part.tolist() for name, part in captured.named.items()}
+        size, named = captured.padded.size, {name: part.tolist() for name, part in captured.padded.named.items()}
         self.num_replayed[size.num_prompts > 0] += 1
         starts = named["query_starts"]
         plans, rows = list[SequencePlan](), list[int]()
@@ -190,7 +190,7 @@ class EagerGraphs(StepGraphs):
             rows += range(first, end)
             num_decodes += is_decode
         host = build_host_batch(plans, num_decodes)
-        compact = to_device(host, captured.buffer_I.device, self._kernels).step
+        compact = to_device(host, captured.padded.buffer_I.device, self._kernels).step
         if batch.picture_offsets is not None:
             compact = replace(compact, picture_offsets=batch.picture_offsets[:, rows].contiguous())
         if (tiled := captured.batch.tiled) is not None:
@@ -198,7 +198,9 @@ class EagerGraphs(StepGraphs):
             tile_slots_M = tiled.slots_U.numpy().repeat(TILE_ROWS)
             is_used_M = (tile_slots_M != NO_SLOT) & (tiled.rows_M.numpy() != NO_ROW)
             slots_T[tiled.rows_M.numpy()[is_used_M]] = tile_slots_M[is_used_M]
-            self._adapters.compute_with(TiledRows(*upload_together(tile_rows(slots_T[rows]), captured.buffer_I.device)))
+            self._adapters.compute_with(
+                TiledRows(*upload_together(tile_rows(slots_T[rows]), captured.padded.buffer_I.device))
+            )
         return compact, rows
 
 
@@ -209,7 +211,7 @@ def window_blocks_of(step: CapturedStep, index: int) -> tuple[bytes, ...]:
 
 def cuts_of(step: CapturedStep, index: int) -> tuple[tuple[int, SlotId], ...]:
     """Return the cuts of one of a captured step's sequences."""
-    size, named = step.padded.size, {name: part.tolist() for name, part in step.named.items()}
+    size, named = step.padded.size, {name: part.tolist() for name, part in step.padded.named.items()}
     prompt = index - size.first_prompt
     if prompt < 0 or not size.num_prompts:
         return ()

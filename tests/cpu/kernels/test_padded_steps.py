@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch, to_device
-from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import reference_kernels
@@ -105,10 +105,9 @@ def make_step(size: StepSize) -> Step:
         next_slot += 2 + len(here)
         next_block += num_blocks
     host = build_host_batch(sequences, num_decodes)
-    padded = PaddedStep(size)
+    padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
     assert size.has_room_for(host)
-    buffer_I = torch.zeros(padded.num_integers, dtype=torch.int64)
-    padded.fill(buffer_I.numpy(), host)
+    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host)
     table_NM = torch.zeros(size.num_sequences, max(8, size.num_blocks(256)), dtype=torch.int32)
     for place, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
         table_NM[place, : len(row)] = row
@@ -116,7 +115,7 @@ def make_step(size: StepSize) -> Step:
     table_NM[places_of(host, size), host.block_table_NM.shape[1] :] = next_block
     kernels = reference_kernels([locate_rows])
     plain = to_device(host, torch.device("cpu"), kernels).step
-    return Step(host, plain, padded.batch(buffer_I, table_NM, 256, kernels).step, size)
+    return Step(host, plain, padded.batch(table_NM, 256, kernels).step, size)
 
 
 def make_slots(step: Step, *shape: int) -> Tensor:

@@ -18,9 +18,9 @@ copied from the last of the replayed rows, which gives zeros; unused rows of dra
 Shape suffixes as in ``kernels/batch.py`` and ``kernels/sampling/verification.py``; I integers of the buffer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -137,78 +137,94 @@ class StepSize:
             return False
         return len(host.chunks.starts) + -(-num_free_rows // CHUNK_TOKENS) < self.num_chunks
 
+    def sequence_indices(self, host: HostBatch) -> list[int]:
+        """Return the index that each sequence of a step has in the padded one."""
+        return [*range(host.num_decodes), *range(self.first_prompt, self.first_prompt + host.num_prompts)]
+
+    def gap(self, host: HostBatch) -> int:
+        """Return how many free rows there are between those of decodes and of prompts."""
+        return self.num_decode_rows - host.num_decode_rows
+
+    @property
+    def num_integers(self) -> int:
+        """Size of the buffer."""
+        return buffer_layout(self)[1]
+
+
+@cache
+def buffer_layout(size: StepSize) -> tuple[Mapping[str, slice], int]:
+    """Return the parts of a step's buffer by their names, and its size."""
+    lengths = {
+        "token_ids": size.num_rows,
+        **dict.fromkeys(SequenceColumns._fields, size.num_sequences),
+        "stop_ids": size.num_sequences * MAX_STOP_IDS,
+        "query_starts": size.num_sequences + 1,
+        "first_chunks": size.num_prompts + 1 if size.num_prompts else 0,
+        **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
+        **dict.fromkeys(("verdicts", "next_ids"), size.num_rows if size.has_drafts else 0),
+        "token_address": 0 if size.has_filler else 1,
+        "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
+        "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
+        "adapter_slots": num_tiles,
+        "adapter_slots_of_rows": size.num_rows if size.num_adapters else 0,
+    }
+    slices, start = dict[str, slice](), 0
+    for name, length in lengths.items():
+        slices[name] = slice(start, start + length)
+        start += -(-length // ALIGN_ITEMS) * ALIGN_ITEMS
+    return slices, start
+
+
+def named_parts(size: StepSize, buffer_I: Column) -> dict[str, Column]:
+    """Return the parts of a step's buffer by their names."""
+    parts = {name: buffer_I[part] for name, part in buffer_layout(size)[0].items()}
+    return {**parts, "stop_ids": parts["stop_ids"].reshape(-1, MAX_STOP_IDS)}
+
 
 class PaddedStep:
-    """The parts of the buffer of a step of one size. The filler of the last rows is the last sequence."""
+    """A step whose integers are in a buffer on the device. The filler of the last rows is the last sequence.
 
-    def __init__(self, size: StepSize) -> None:
-        self.size = size
-        lengths = {
-            "token_ids": size.num_rows,
-            **dict.fromkeys(SequenceColumns._fields, size.num_sequences),
-            "stop_ids": size.num_sequences * MAX_STOP_IDS,
-            "query_starts": size.num_sequences + 1,
-            "first_chunks": size.num_prompts + 1 if size.num_prompts else 0,
-            **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
-            **dict.fromkeys(("verdicts", "next_ids"), size.num_rows if size.has_drafts else 0),
-            "token_address": 0 if size.has_filler else 1,
-            "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
-            "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
-            "adapter_slots": num_tiles,
-            "adapter_slots_of_rows": size.num_rows if size.num_adapters else 0,
-        }
-        self._slices = dict[str, slice]()
-        start = 0
-        for name, length in lengths.items():
-            self._slices[name] = slice(start, start + length)
-            start += -(-length // ALIGN_ITEMS) * ALIGN_ITEMS
-        self.num_integers = start
+    Args:
+        buffer_I: filled by ``fill_parts`` and completed by the device, whenever the step is computed.
+    """
 
-    def named(self, buffer_I: Column) -> dict[str, Column]:
-        """Return the parts of a buffer."""
-        parts = {name: buffer_I[part] for name, part in self._slices.items()}
-        return {**parts, "stop_ids": parts["stop_ids"].reshape(-1, MAX_STOP_IDS)}
+    def __init__(self, size: StepSize, buffer_I: Tensor) -> None:
+        self.size, self.buffer_I = size, buffer_I
+        self.named = named_parts(size, buffer_I)
 
-    def columns(self, buffer_I: Tensor, sequences: slice = slice(None)) -> SequenceColumns[Tensor]:
-        """Return the parts of a buffer that hold what every sequence has, or consecutive ones."""
-        named = self.named(buffer_I)
-        return SequenceColumns(*(named[name][sequences] for name in SequenceColumns._fields))
+    def columns(self, sequences: slice = slice(None)) -> SequenceColumns[Tensor]:
+        """Return what every sequence has, or what consecutive ones have."""
+        return SequenceColumns(*(self.named[name][sequences] for name in SequenceColumns._fields))
 
-    def planned(self, buffer_I: Tensor, sequences: slice = slice(None)) -> PlannedStep:
+    def planned(self, sequences: slice = slice(None)) -> PlannedStep:
         """Return all sequences, or consecutive ones."""
-        named = self.named(buffer_I)
-        return PlannedStep(named["token_ids"], named["query_starts"], self.columns(buffer_I, sequences))
+        return PlannedStep(self.named["token_ids"], self.named["query_starts"], self.columns(sequences))
 
-    def planned_parts(self, buffer_I: Tensor) -> list[PlannedStep]:
+    def planned_parts(self) -> list[PlannedStep]:
         """Return what the device completes: all sequences or, in a step with drafts, decodes and then prompts."""
         size = self.size
         if not size.has_drafts:
-            return [self.planned(buffer_I)]
-        tokens_T, starts_N1, decodes = self.planned(buffer_I, slice(size.num_decodes))
+            return [self.planned()]
+        tokens_T, starts_N1, decodes = self.planned(slice(size.num_decodes))
         parts = [PlannedStep(tokens_T[: size.num_decode_rows], starts_N1[: size.num_decodes + 2], decodes)]
         if size.num_prompts:
-            prompts = self.columns(buffer_I, slice(size.first_prompt, None))
+            prompts = self.columns(slice(size.first_prompt, None))
             parts.append(PlannedStep(tokens_T, starts_N1[size.first_prompt :], prompts))
         return parts
 
-    def sampled(self, buffer_I: Tensor) -> PlannedStep:
+    def sampled(self) -> PlannedStep:
         """Return what tokens are chosen after, in a step with drafts: all but the last filler."""
-        return self.planned(buffer_I, slice(-1))
-
-    def sequence_indices(self, host: HostBatch) -> list[int]:
-        """Return the index of each sequence of a step that there is room for."""
-        return [*range(host.num_decodes), *range(self.size.first_prompt, self.size.first_prompt + host.num_prompts)]
+        return self.planned(slice(-1))
 
     def batch(
         self,
-        buffer_I: Tensor,
         block_table_NM: Tensor,
         max_context: int,
         kernels: Kernels,
         tables: VerificationTables | None = None,
         window_tables: Sequence[Tensor] = (),
     ) -> DeviceBatch:
-        """Return the step whose integers are in a buffer; its rows' positions and blocks are computed on the device.
+        """Return the step as a model computes it; its rows' positions and blocks are computed on the device.
 
         What it has on the host says how much room there is: it is for kernels that look there for numbers of programs,
         not for those that loop over sequences.
@@ -218,7 +234,7 @@ class PaddedStep:
             tables: made of the same integers; None: the step has no drafts.
             window_tables: ``window_table_NM`` of each size of windows.
         """
-        size, named, planned = self.size, self.named(buffer_I), self.planned(buffer_I)
+        size, named, planned = self.size, self.named, self.planned()
         columns = planned.columns
         num_single = 0 if size.has_drafts else size.num_decodes
         room = room_of(size.num_sequences - num_single, size.num_rows - num_single)
@@ -241,7 +257,7 @@ class PaddedStep:
         )
         short, most_rows = (slice(0, size.first_prompt), slice(0, size.num_decode_rows)), 1 + size.draft_tokens
         if tables is None:
-            step = whole(attention=attention, recurrent=self._logged(named, columns))
+            step = whole(attention=attention, recurrent=self._logged(columns))
         elif not size.num_prompts:
             attention = _part(attention, *short, most_rows)
             step = whole(attention=attention, recurrent=self._replayed(columns, tables, kernels))
@@ -251,16 +267,16 @@ class PaddedStep:
             src_N, dst_N = columns.state_src[prompts[0]], columns.state_dst[prompts[0]]
             step = whole(
                 attention=replace(attention, parts=parts),
-                recurrent=RecurrentBatch(src_N, dst_N, self._chunks(named)),
+                recurrent=RecurrentBatch(src_N, dst_N, self._chunks()),
                 verified=self._replayed(columns, tables, kernels),
                 num_verified_rows=size.num_decode_rows,
             )
         tiled = TiledRows(*(named[name] for name in ADAPTER_COLUMNS)) if size.num_adapters else None
-        return DeviceBatch(step, planned, self._stored(named, columns), tiled)
+        return DeviceBatch(step, planned, self._stored(columns), tiled)
 
-    def _stored(self, named: dict[str, Tensor], columns: SequenceColumns[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _stored(self, columns: SequenceColumns[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return the rows whose hidden states are stored: of sequences' ends, before drafts, and of cuts."""
-        size, stored = self.size, list[tuple[Tensor, Tensor]]()
+        size, named, stored = self.size, self.named, list[tuple[Tensor, Tensor]]()
         if size.has_drafts:
             stored.append((named["query_starts"][: size.num_decodes], columns.state_dst[: size.num_decodes]))
         if size.num_prompts or not size.has_drafts:
@@ -270,21 +286,21 @@ class PaddedStep:
             stored.append((named["cut_rows"], named["cut_slots"]))
         return stored
 
-    def _logged(self, named: dict[str, Tensor], columns: SequenceColumns[Tensor]) -> RecurrentBatch:
+    def _logged(self, columns: SequenceColumns[Tensor]) -> RecurrentBatch:
         """Return decodes with logs of decoded tokens, and the chunks of prompts."""
         log_D, num_logged_D, num_folded_D = (
             column[: self.size.num_decodes] for column in (columns.log, columns.num_logged, columns.num_folded)
         )
         logs = LogBatch(log_D, num_logged_D, log_D, (), num_folded_D, ())
-        return RecurrentBatch(columns.state_src, columns.state_dst, self._chunks(named), logs)
+        return RecurrentBatch(columns.state_src, columns.state_dst, self._chunks(), logs)
 
-    def _chunks(self, named: dict[str, Tensor]) -> ChunkTable:
+    def _chunks(self) -> ChunkTable:
         """Return the chunks of prompts."""
         size = self.size
         # Most likely, the first prompt has most rows.
         num_full = -(-size.num_prompt_rows // CHUNK_TOKENS)
         first_chunks, any_chunk = (0, *(num_full,) * size.num_prompts), (1,) * size.num_chunks
-        parts = [named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
+        parts = [self.named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
         return Chunks(first_chunks, any_chunk, any_chunk, any_chunk).with_tensors(parts)
 
     def _replayed(
@@ -307,70 +323,67 @@ class PaddedStep:
         )
         return RecurrentBatch(columns.state_src[: size.first_prompt], tables.state_dst, chunks, replay=replay)
 
-    def fill(self, buffer_I: np.ndarray, host: HostBatch) -> None:
-        """Write a step that there is room for into a buffer of zeros."""
-        size, num_decodes, num_rows = self.size, host.num_decodes, host.num_decode_rows
-        named = self.named(buffer_I)
-        named["token_ids"][:num_rows] = host.token_ids_T[:num_rows]
-        for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
-            named[name][:num_decodes] = column[:num_decodes]
-            named[name][size.first_prompt :][: host.num_prompts] = column[num_decodes:]
-        starts = named["query_starts"]
-        if size.has_drafts:
-            starts[: num_decodes + 1] = host.query_starts_N1[: num_decodes + 1]
-            starts[num_decodes + 1 : size.first_prompt] = num_rows
-            starts[size.first_prompt] = size.num_decode_rows
-            named["end"][size.num_decodes] = size.num_decode_rows - num_rows
-        else:
-            starts[: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
-        if size.num_prompts:
-            self._fill_prompts(named, host)
-        if host.picture_offsets is not None:
-            offsets_3T, own_3T = named["picture_offsets"].reshape(3, -1), host.picture_offsets.reshape(3, -1)
-            offsets_3T[:, :num_rows] = own_3T[:, :num_rows]
-            offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_rows:]
 
-        if size.num_adapters:
-            slots_T = np.full(size.num_rows, NO_SLOT)
-            own_T = host.adapter_slots_T
-            slots_T[:num_rows] = own_T[:num_rows]
-            slots_T[size.num_decode_rows :][: len(own_T) - num_rows] = own_T[num_rows:]
-            named["adapter_slots"].fill(NO_SLOT)
-            for name, values in zip(ADAPTER_COLUMNS, tile_rows(slots_T), strict=True):
-                named[name][: len(values)] = values
+def fill_parts(size: StepSize, named: dict[str, np.ndarray], host: HostBatch) -> None:
+    """Write a step that there is room for into a buffer of zeros."""
+    num_decodes, num_rows = host.num_decodes, host.num_decode_rows
+    named["token_ids"][:num_rows] = host.token_ids_T[:num_rows]
+    for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
+        named[name][:num_decodes] = column[:num_decodes]
+        named[name][size.first_prompt :][: host.num_prompts] = column[num_decodes:]
+    starts = named["query_starts"]
+    if size.has_drafts:
+        starts[: num_decodes + 1] = host.query_starts_N1[: num_decodes + 1]
+        starts[num_decodes + 1 : size.first_prompt] = num_rows
+        starts[size.first_prompt] = size.num_decode_rows
+        named["end"][size.num_decodes] = size.num_decode_rows - num_rows
+    else:
+        starts[: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
+    if size.num_prompts:
+        _fill_prompts(size, named, host)
+    if host.picture_offsets is not None:
+        offsets_3T, own_3T = named["picture_offsets"].reshape(3, -1), host.picture_offsets.reshape(3, -1)
+        offsets_3T[:, :num_rows] = own_3T[:, :num_rows]
+        offsets_3T[:, size.num_decode_rows :][:, : host.num_prompt_rows] = own_3T[:, num_rows:]
 
-    def gap(self, host: HostBatch) -> int:
-        """Return how many free rows there are between those of decodes and of prompts."""
-        return self.size.num_decode_rows - host.num_decode_rows
+    if size.num_adapters:
+        slots_T = np.full(size.num_rows, NO_SLOT)
+        own_T = host.adapter_slots_T
+        slots_T[:num_rows] = own_T[:num_rows]
+        slots_T[size.num_decode_rows :][: len(own_T) - num_rows] = own_T[num_rows:]
+        named["adapter_slots"].fill(NO_SLOT)
+        for name, values in zip(ADAPTER_COLUMNS, tile_rows(slots_T), strict=True):
+            named[name][: len(values)] = values
 
-    def _fill_prompts(self, named: dict[str, np.ndarray], host: HostBatch) -> None:
-        """Write the tokens of prompts, where these and their chunks begin, and the filler."""
-        size, num_decodes, num_rows = self.size, host.num_decodes, host.num_prompt_rows
-        num_prompts = host.num_prompts
-        named["token_ids"][size.num_decode_rows :][:num_rows] = host.token_ids_T[host.num_decode_rows :]
-        if size.has_drafts:
-            named["next_ids"][size.num_decode_rows :][:num_rows] = host.next_ids_T
-        named["last_row"][size.first_prompt :][:num_prompts] += self.gap(host)
-        starts = named["query_starts"][size.first_prompt :]
-        starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + self.gap(host)
-        starts[num_prompts + 1 : -1] = size.num_decode_rows + num_rows
-        starts[-1] = size.num_rows
-        named["end"][-1] = size.num_prompt_rows - num_rows
 
-        chunks = host.chunks
-        num_chunks = len(chunks.starts)
-        filler = np.arange(num_rows, size.num_prompt_rows, CHUNK_TOKENS)
-        end = num_chunks + len(filler)
-        named["first_chunks"][: num_prompts + 1] = chunks.first_chunks
-        named["first_chunks"][num_prompts + 1 : -1] = num_chunks
-        named["first_chunks"][-1] = end
-        named["starts"][:num_chunks] = chunks.starts
-        named["starts"][num_chunks:end] = filler
-        named["starts"][end:] = size.num_prompt_rows
-        named["lengths"][:num_chunks] = chunks.lengths
-        named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
-        named["cut_slots"][:num_chunks] = chunks.cut_slots
-        named["cut_rows"][:num_chunks] = host.cut_rows_C + self.gap(host)
+def _fill_prompts(size: StepSize, named: dict[str, np.ndarray], host: HostBatch) -> None:
+    """Write the tokens of prompts, where these and their chunks begin, and the filler."""
+    num_decodes, num_rows = host.num_decodes, host.num_prompt_rows
+    num_prompts = host.num_prompts
+    named["token_ids"][size.num_decode_rows :][:num_rows] = host.token_ids_T[host.num_decode_rows :]
+    if size.has_drafts:
+        named["next_ids"][size.num_decode_rows :][:num_rows] = host.next_ids_T
+    named["last_row"][size.first_prompt :][:num_prompts] += size.gap(host)
+    starts = named["query_starts"][size.first_prompt :]
+    starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + size.gap(host)
+    starts[num_prompts + 1 : -1] = size.num_decode_rows + num_rows
+    starts[-1] = size.num_rows
+    named["end"][-1] = size.num_prompt_rows - num_rows
+
+    chunks = host.chunks
+    num_chunks = len(chunks.starts)
+    filler = np.arange(num_rows, size.num_prompt_rows, CHUNK_TOKENS)
+    end = num_chunks + len(filler)
+    named["first_chunks"][: num_prompts + 1] = chunks.first_chunks
+    named["first_chunks"][num_prompts + 1 : -1] = num_chunks
+    named["first_chunks"][-1] = end
+    named["starts"][:num_chunks] = chunks.starts
+    named["starts"][num_chunks:end] = filler
+    named["starts"][end:] = size.num_prompt_rows
+    named["lengths"][:num_chunks] = chunks.lengths
+    named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
+    named["cut_slots"][:num_chunks] = chunks.cut_slots
+    named["cut_rows"][:num_chunks] = host.cut_rows_C + size.gap(host)
 
 
 def room_of(num_sequences: int, num_rows: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from strandline.device.batches.batch import DeviceBatch, HostBatch, build_host_batch
-from strandline.device.batches.padded_step import PaddedStep, StepSize
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
 from strandline.device.batches.prompt_room import is_prefix_long
 from strandline.device.hardware.upload import UploadedTable, upload_together
 from strandline.device.sampling.choice import Chosen
@@ -93,9 +93,7 @@ class CapturedStep:
     ) -> None:
         self._fetch, self._pinned = kernels[fetch_integers], pinned
         device = block_table.table_NM.device
-        self.padded = PaddedStep(size)
-        self.buffer_I = torch.zeros(self.padded.num_integers, dtype=torch.int64, device=device)
-        self.named = self.padded.named(self.buffer_I)
+        self.padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64, device=device))
         self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
         self.window_tables = window_tables
         """For each size of windows."""
@@ -109,7 +107,7 @@ class CapturedStep:
         """Decodes: each row's likeliest token on the host, once the device is done; not overwritten."""
         if size.has_drafts:
             num_sampled = size.num_sequences - 1
-            self.tokens_T = self.named["next_ids"]
+            self.tokens_T = self.padded.named["next_ids"]
             """What was chosen after every row, to be filled in between the graphs; of prompts, what is known."""
             self.drafts_ND = torch.full((num_sampled, 0), NO_TOKEN, dtype=torch.int64, device=device)
             """For the next step; as many columns as the model drafts."""
@@ -132,22 +130,21 @@ class CapturedStep:
 
         Integers and tokens are moved by kernels, since a copy before and one after a graph take 15 µs on an H200.
         """
-        size, num_integers = self.padded.size, self.padded.num_integers
+        size, buffer_I = self.padded.size, self.padded.buffer_I
         num_tokens = 0 if size.has_filler else size.num_decodes
-        is_pinned = self.buffer_I.is_cuda
-        pinned_I = torch.zeros(num_integers + num_tokens, dtype=torch.int64, pin_memory=is_pinned)
-        integers_I, self.host_likeliest_N = pinned_I[:num_integers], pinned_I[num_integers:]
-        array_I = integers_I.numpy()
+        pinned_I = torch.zeros(len(buffer_I) + num_tokens, dtype=torch.int64, pin_memory=buffer_I.is_cuda)
+        integers_I, self.host_likeliest_N = pinned_I[: len(buffer_I)], pinned_I[len(buffer_I) :]
+        named = named_parts(size, integers_I.numpy())
         if host is not None:
-            self.padded.fill(array_I, host)
+            fill_parts(size, named, host)
         elif size.has_drafts:
-            self.padded.fill(array_I, build_host_batch([], 0))
+            fill_parts(size, named, build_host_batch([], 0))
         if verdicts:
-            self.padded.named(array_I)["verdicts"][: len(verdicts)] = verdicts
+            named["verdicts"][: len(verdicts)] = verdicts
         if num_tokens:
-            self.padded.named(array_I)["token_address"][:] = self.host_likeliest_N.data_ptr()
+            named["token_address"][:] = self.host_likeliest_N.data_ptr()
         self._pinned.append(pinned_I)
-        self._fetch(integers_I, self.buffer_I)
+        self._fetch(integers_I, buffer_I)
         if host is None:
             return
         num_decodes, tables = host.num_decodes, (self.block_table, *self.window_tables)
@@ -180,8 +177,8 @@ class CapturedStep:
             tokens += taken + [NO_TOKEN] * num_others
             # The last token may be a draft after which none is chosen.
             verdicts += [Verdict.COMPARE] * (len(taken) - 1) + [Verdict.REJECT] * (1 + num_others)
-        tokens_R, verdicts_R = upload_together([tokens, verdicts], self.buffer_I.device)
-        self.tokens_T[chosen.rows], self.named["verdicts"][chosen.rows] = tokens_R, verdicts_R
+        tokens_R, verdicts_R = upload_together([tokens, verdicts], self.tokens_T.device)
+        self.tokens_T[chosen.rows], self.padded.named["verdicts"][chosen.rows] = tokens_R, verdicts_R
 
 
 class StepGraphs:
@@ -221,7 +218,7 @@ class StepGraphs:
             # Compiles the kernel at the start: it is launched before a graph, not in it.
             step.upload(None)
             if not size.has_filler:
-                step.named["token_address"].fill_(last.tokens_P.data_ptr())
+                step.padded.named["token_address"].fill_(last.tokens_P.data_ptr())
             tails = list[Callable[[], None]]()
             if size.has_drafts:
                 tails.append(partial(self._verify, step))
@@ -259,7 +256,7 @@ class StepGraphs:
     def _step(self, step: CapturedStep) -> None:
         """Compute hidden states and, of decodes without drafts, the likeliest tokens."""
         size, last, resolve = step.padded.size, self._last, self._kernels[resolve_pending]
-        decodes, *prompts = step.padded.planned_parts(step.buffer_I)
+        decodes, *prompts = step.padded.planned_parts()
         tables = resolve(decodes, last, size.log_tokens)
         for part in prompts:
             resolve(part, last)
@@ -268,12 +265,12 @@ class StepGraphs:
         if not size.has_filler:
             step.logits_NV = self._forward.model.logits(step.hidden_TE)
             tokens_N = likeliest(step.logits_NV, self._kernels)
-            self._kernels[hand_over_tokens](tokens_N, last.tokens_P, step.named["token_address"])
+            self._kernels[hand_over_tokens](tokens_N, last.tokens_P, step.padded.named["token_address"])
 
     def _batch(self, step: CapturedStep, tables: VerificationTables | None) -> DeviceBatch:
         window_tables = [table.table_NM[: step.padded.size.num_sequences] for table in step.window_tables]
         tables_NM = (step.block_table_NM, self._max_model_len, self._kernels, tables, window_tables)
-        return step.padded.batch(step.buffer_I, *tables_NM)
+        return step.padded.batch(*tables_NM)
 
     def _keep(self, step: CapturedStep, drafter: StepDrafter) -> None:
         """Store what the drafter keeps of decodes."""
@@ -282,7 +279,7 @@ class StepGraphs:
     def _verify(self, step: CapturedStep) -> None:
         """Count the drafts that agree, and draft for the next step."""
         num_drafts, last, table_NM = step.padded.size.draft_tokens, self._last, step.block_table_NM
-        sampled, verdicts_T = step.padded.sampled(step.buffer_I), step.named["verdicts"]
+        sampled, verdicts_T = step.padded.sampled(), step.padded.named["verdicts"]
         accepted = self._kernels[accept_drafts](sampled, verdicts_T, step.tokens_T, last, table_NM, num_drafts)
         step.num_accepted_N = accepted.num_accepted_N
         if self._drafter is not None and num_drafts:

@@ -85,7 +85,7 @@ class HostStep:
         """The index that each sequence has in the captured step, by index in the plan."""
         if self.captured is None or self.batch is None:
             return {}
-        return dict(zip(self.order, self.captured.padded.sequence_indices(self.batch), strict=True))
+        return dict(zip(self.order, self.captured.padded.size.sequence_indices(self.batch), strict=True))
 
     @property
     def sampled_rows(self) -> dict[RequestId, int]:
@@ -109,7 +109,7 @@ class HostStep:
         if batch is None:
             return {}
         starts_N = batch.query_starts_N1[:-1].copy()
-        starts_N[batch.num_decodes :] += 0 if self.captured is None else self.captured.padded.gap(batch)
+        starts_N[batch.num_decodes :] += 0 if self.captured is None else self.captured.padded.size.gap(batch)
         return dict(zip(self.order, starts_N.tolist(), strict=True))
 
     @cached_property
