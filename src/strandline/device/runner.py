@@ -255,8 +255,8 @@ class Runner:
             indices = StepIndices(*batch.others)
         else:
             indices = StepIndices(*upload_together(step.indices, self.device))
-        if host is not None and captured is not None:
-            parts.append(captured.replay(host, step.verdicts))
+            if host is not None and captured is not None:
+                parts.append(captured.replay(host, step.verdicts))
         if step.stored:
             parts.append(self.arena.hidden_SE[indices.stored_slots])
         return step, indices, parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -277,8 +277,9 @@ class Runner:
         chosen.rows = rows
         if decodes is not None and chosen.tokens_R is greedy_R and not chosen.failures:
             chosen.host_tokens_R = decodes.host_likeliest_N[:count]
-        is_compared_on_device = verification and all(each.state.is_compared_on_device for each in candidates)
-        if not (step.is_plain and verification is None) and not is_compared_on_device:
+        may_have_drafts = verification is not None or not step.is_plain
+        is_compared_on_device = verification is not None and all(x.state.is_compared_on_device for x in candidates)
+        if may_have_drafts and not is_compared_on_device:
             chosen.compare()
         return chosen
 
