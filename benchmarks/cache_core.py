@@ -115,8 +115,8 @@ def diverge(cache: PrefixCache, prompt_tokens: int, num_turns: int, choose: rand
     serve(cache, f"edit-{prompt_tokens}", TokenBuffer(tokens), Clock())
     clock = Clock()
     for turn in range(num_turns):
-        place = choose.randrange(prompt_tokens * 19 // 20, prompt_tokens)
-        edited = [*tokens[:place], *new_tokens(choose, prompt_tokens - place)]
+        index = choose.randrange(prompt_tokens * 19 // 20, prompt_tokens)
+        edited = [*tokens[:index], *new_tokens(choose, prompt_tokens - index)]
         serve(cache, f"edit-{prompt_tokens}-{turn}", TokenBuffer(edited), clock)
     return clock
 

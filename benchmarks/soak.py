@@ -326,8 +326,8 @@ async def run(options: argparse.Namespace, server: Server, prompts: list[list[in
         deadline_s = begin_s + options.minutes * 60
         soak.may_run.set()
         clients = [
-            asyncio.create_task(soak.client(options.seed + place, deadline_s, options.pause_s))
-            for place in range(options.clients)
+            asyncio.create_task(soak.client(options.seed + index, deadline_s, options.pause_s))
+            for index in range(options.clients)
         ]
         first_mib = None
         while any(not client.done() for client in clients):
@@ -415,8 +415,8 @@ def make_prompts(rng: Random, count: int) -> list[list[int]]:
     """
     stem = rng.choices(range(1, 3000), k=700)
     prompts = []
-    for place in range(count):
-        head = stem[: rng.randint(100, 700)] if place % 3 == 0 else []
+    for index in range(count):
+        head = stem[: rng.randint(100, 700)] if index % 3 == 0 else []
         prompts.append(head + rng.choices(range(1, 3000), k=rng.randint(5, 90)))
     return prompts
 

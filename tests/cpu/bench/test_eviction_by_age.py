@@ -74,15 +74,15 @@ def zipf(seed: int) -> Iterator[Lane]:
     """Prefixes, few of them popular."""
     choose = Random(seed)
     sizes = [choose.randint(100, 5000) for _ in range(60)]
-    picked = choose.choices(range(60), [1 / (place + 1) for place in range(60)], k=200)
-    return singles(((f"prefix {place}", sizes[place], choose.randint(20, 300)) for place in picked), seed)
+    picked = choose.choices(range(60), [1 / (index + 1) for index in range(60)], k=200)
+    return singles(((f"prefix {index}", sizes[index], choose.randint(20, 300)) for index in picked), seed)
 
 
 def drift(seed: int) -> Iterator[Lane]:
     """Prefixes that come into use and go out of it."""
     choose = Random(seed)
     picked = [int(index / 10 + choose.expovariate(0.3)) for index in range(200)]
-    return singles(((f"prefix {place}", 500 + place * 977 % 4000, 100) for place in picked), seed)
+    return singles(((f"prefix {position}", 500 + position * 977 % 4000, 100) for position in picked), seed)
 
 
 def short_chats(seed: int) -> Iterator[Lane]:

@@ -69,7 +69,7 @@ def test_next_turn_hits_the_whole_previous_turn(demo_server: ServerProcess, tmp_
 def test_trace_replay_leaves_out_requests_that_do_not_fit(
     demo_server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows: list[dict[str, Any]] = [{"prompt": list(range(1, 50 + place)), "output": 2, "t": 0.0} for place in (0, 10)]
+    rows: list[dict[str, Any]] = [{"prompt": list(range(1, 50 + index)), "output": 2, "t": 0.0} for index in (0, 10)]
     rows.append({"prompt": list(range(9000)), "output": 1, "t": 0.0})
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))

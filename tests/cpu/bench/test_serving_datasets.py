@@ -92,7 +92,7 @@ def test_prefixes_are_repeated_equally_often(vocabulary: Vocabulary) -> None:
 
 def write_conversations(path: Path, *conversations: list[str]) -> str:
     rows = [
-        {"conversations": [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]}
+        {"conversations": [{"from": ("human", "gpt")[index % 2], "value": text} for index, text in enumerate(texts)]}
         for texts in conversations
     ]
     path.write_text(json.dumps(rows))

@@ -99,7 +99,7 @@ def test_a_ramp_goes_from_one_rate_to_the_other(ramp: str) -> None:
 
 def test_no_more_requests_run_at_once_than_allowed() -> None:
     server = Echo()
-    sessions = [single(ask(place)) for place in range(20)]
+    sessions = [single(ask(index)) for index in range(20)]
     assert len(run(server, sessions, Pace(max_concurrency=3)).answers) == 20
     assert server.most == 3
     free = Echo()
@@ -143,7 +143,7 @@ def test_a_run_that_is_cut_short_keeps_what_has_come() -> None:
 
     async def execute() -> Run:
         load = Load(server, Pace(), NOTHING)  # type: ignore[arg-type]
-        task = asyncio.ensure_future(load.execute([single(ask(place)) for place in range(6)]))
+        task = asyncio.ensure_future(load.execute([single(ask(index)) for index in range(6)]))
         while len(load.run.answers) < 4:
             await asyncio.sleep(0)
         task.cancel()

@@ -19,7 +19,7 @@ from tests.cpu.bench.conftest import serve_options
 
 
 def result(path: Path, *, slower: float = 1.0, flags: tuple[str, ...] = (), **more: Any) -> str:
-    answers = [Answer(place, 0.1 * slower, 0.5, [0.2, 0.2], "x", [], 10, 3, 4, 6) for place in range(8)]
+    answers = [Answer(index, 0.1 * slower, 0.5, [0.2, 0.2], "x", [], 10, 3, 4, 6) for index in range(8)]
     data = record(serve_options(*flags), "model", None, figures_of(Run(answers, 2.0 * slower), Wanted()))
     path.write_text(json.dumps({**data, **more}))
     return str(path)

@@ -180,8 +180,8 @@ class PictureDriver:
         for span, picture in running.prompt.pictures:
             if span.start < end and span.end > running.num_tokens and span.start not in running.rows:
                 found.append(PictureToEncode(picture, self._num_rows))
-                for place in range(span.num_tokens):
-                    running.rows[span.start + place] = self._num_rows + place
+                for index in range(span.num_tokens):
+                    running.rows[span.start + index] = self._num_rows + index
                 self._num_rows += span.num_tokens
         return found
 

@@ -206,10 +206,10 @@ def test_drafts_are_verified_alike(size: int) -> None:
         return choice.choose(part_of(logits_RV, ranks), candidates, kernels_of(ranks)).compare()
 
     drafts = [[0] * depth for _ in requests]
-    for place in range(depth):
+    for index in range(depth):
         for row, token_ids in enumerate(verify(ONE_RANK, drafts)):
-            if place < min(len(token_ids), row % (depth + 1)):
-                drafts[row][place] = token_ids[place]
+            if index < min(len(token_ids), row % (depth + 1)):
+                drafts[row][index] = token_ids[index]
     expected = verify(ONE_RANK, drafts)
     assert {len(token_ids) for token_ids in expected} >= {1, 2, 3, 4}
     assert RankThreads(size).run(lambda ranks: verify(ranks, drafts)) == [expected] * size

@@ -103,7 +103,7 @@ def test_kept_pairs_are_those_that_drafts_follow(sequences: list[SequencePlan]) 
     batch = to_device(host, torch.device("cpu"), reference_kernels([locate_rows])).step
     hidden_rows = [row for pair in pairs for row in pair.rows().tolist()]
     expected = dict(zip(places_of(batch), zip(batch.token_ids_T.tolist(), hidden_rows, strict=True), strict=False))
-    assert recorder.kept == {place: pair for place, pair in expected.items() if place[0] != NULL_BLOCK}
+    assert recorder.kept == {position: pair for position, pair in expected.items() if position[0] != NULL_BLOCK}
     assert sorted(recorder.positions) == sorted(batch.positions_T.tolist())
 
 
@@ -116,7 +116,7 @@ def test_pairs_that_are_repeated_alone_are_the_same(sequences: list[SequencePlan
     everything = keep(rows, sampled_P).kept
     alone = keep(rows._replace(first_rows={}), sampled_P).kept
     assert len(alone) == sum(plan.kv_start % BLOCK_TOKENS > 0 for plan in repeating)
-    assert {place: everything[place] for place in alone} == alone
+    assert {index: everything[index] for index in alone} == alone
 
 
 def test_pair_that_ends_with_a_pending_token_is_not_repeated() -> None:

@@ -12,7 +12,7 @@ NUM_DRAWS = 4000
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**64 - 1])
 def test_draws_are_uniform_and_independent(seed: int) -> None:
-    places = [[draw(seed, step * MAX_DRAFT_TOKENS + place) for step in range(NUM_DRAWS)] for place in range(3)]
+    places = [[draw(seed, step * MAX_DRAFT_TOKENS + index) for step in range(NUM_DRAWS)] for index in range(3)]
     for draws in places:
         assert all(0 <= value < 1 for value in draws)
         tenths = [sum(int(10 * value) == tenth for value in draws) / NUM_DRAWS for tenth in range(10)]

@@ -65,8 +65,8 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
     # What is left of an earlier step is not written to.
     table_NM = torch.full((size.num_sequences, size.num_blocks(512)), -1, dtype=torch.int32)
     table_NM[-1:] = 0
-    for place, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
-        table_NM[place, : len(row)] = row
+    for index, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
+        table_NM[index, : len(row)] = row
     rows = step.batch(table_NM, 512, reference_kernels([locate_rows])).step
     places = {
         "positions": rows.positions_T,
@@ -108,19 +108,19 @@ def test_real_sequences_keep_their_values_and_padding_is_null(
     is_free_row = np.ones(size.num_rows, dtype=bool)
     is_free = np.ones(size.num_sequences, dtype=bool)
     for index, plan in enumerate(sequences):
-        place = index if index < num_decodes else size.num_decodes + index - num_decodes
-        rows = slice(starts[place], starts[place + 1])
-        is_free[place] = is_free_row[rows] = False
+        position = index if index < num_decodes else size.num_decodes + index - num_decodes
+        rows = slice(starts[position], starts[position + 1])
+        is_free[position] = is_free_row[rows] = False
         positions = np.arange(plan.start, plan.end)
         assert found["token_ids"][rows].tolist() == list(plan.token_ids)
         assert found["positions"][rows].tolist() == positions.tolist()
         assert found["write_offsets"][rows].tolist() == (positions % BLOCK_TOKENS).tolist()
         assert (found["write_blocks"][rows] // 1000 == index).all()
-        assert found["last_row"][place] == starts[place + 1] - 1
-        assert found["source_row"][place] == index + 1
-        assert found["stop_ids"][place].tolist() == [index + 1] * MAX_STOP_IDS
+        assert found["last_row"][position] == starts[position + 1] - 1
+        assert found["source_row"][position] == index + 1
+        assert found["stop_ids"][position].tolist() == [index + 1] * MAX_STOP_IDS
         for name in SequenceColumns._fields[:NUM_PLANNED]:
-            assert found[name][place] == getattr(plan, name)
+            assert found[name][position] == getattr(plan, name)
     for name in ("state_src", "state_dst", "log", "pending"):
         assert not found[name][is_free].any()
     assert not found["write_blocks"][is_free_row].any()

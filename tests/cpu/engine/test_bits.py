@@ -93,7 +93,8 @@ def traces(llm: LLM, prompts: Any, params: SamplingParams | list[SamplingParams]
     """Return the tokens of each answer and the log-probabilities of their rivals."""
     outputs = [output for request in llm.generate(prompts, params, use_tqdm=False) for output in request.outputs]
     return [
-        (list(o.token_ids), [entry.logprob for place in o.logprobs or () for entry in place.values()]) for o in outputs
+        (list(o.token_ids), [entry.logprob for entries in o.logprobs or () for entry in entries.values()])
+        for o in outputs
     ]
 
 

@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
 def prompt(num_tokens: int, first: int = 3) -> list[int]:
-    return [(first + 7 * place) % 61 for place in range(num_tokens)]
+    return [(first + 7 * index) % 61 for index in range(num_tokens)]
 
 
 def ask(llm: LLM, tokens: list[int], salt: str = "", params: SamplingParams = GREEDY) -> Any:
@@ -46,7 +46,7 @@ def test_every_lookup_is_recorded_with_its_account(make_llm: MakeLLM) -> None:
 def test_each_output_of_a_request_has_a_lookup(make_llm: MakeLLM) -> None:
     llm = make_llm()
     output = ask(llm, prompt(100), params=SamplingParams(n=3, temperature=1, seed=1, max_tokens=2))
-    assert {row.request_id for row in state(llm).lookups} == {f"{output.request_id}#{place}" for place in range(3)}
+    assert {row.request_id for row in state(llm).lookups} == {f"{output.request_id}#{index}" for index in range(3)}
     answer = watch(llm).answer(CacheQuestion(request_id=output.request_id))
     assert answer.explanation is not None
 

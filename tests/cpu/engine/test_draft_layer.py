@@ -249,8 +249,8 @@ def test_hits_that_drafted_nothing_leave_what_drafts_attend_to(make: Callable[..
         assert len(compared) > 10
         # Sums of floats in another order; a wrong key among a hundred changes more.
         torch.testing.assert_close(
-            torch.stack([found[place] for place in compared]),
-            torch.stack([expected[place] for place in compared]),
+            torch.stack([found[index] for index in compared]),
+            torch.stack([expected[index] for index in compared]),
             atol=1e-4,
             rtol=1e-4,
         )

@@ -98,18 +98,18 @@ def test_logprobs_are_those_of_transformers(llm: LLM, spoken_dir: Path) -> None:
     num_prompt = len(output.prompt_token_ids)
     completion = output.outputs[0]
     for index, entry in enumerate(completion.logprobs):
-        place = num_prompt + index - 1
-        best = expected[place].topk(3)
+        position = num_prompt + index - 1
+        best = expected[position].topk(3)
         assert list(entry) == best.indices.tolist()
         assert [found.logprob for found in entry.values()] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [found.rank for found in entry.values()] == [1, 2, 3]
     chosen = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(sum(chosen))
     assert output.prompt_logprobs[0] is None
-    for place, entry in enumerate(output.prompt_logprobs[1:]):
-        token = token_ids[place + 1]
-        assert entry[token].logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
-        assert entry[token].rank == int((expected[place] > expected[place, token]).sum()) + 1
+    for position, entry in enumerate(output.prompt_logprobs[1:]):
+        token = token_ids[position + 1]
+        assert entry[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+        assert entry[token].rank == int((expected[position] > expected[position, token]).sum()) + 1
 
 
 def test_prompt_logprobs_do_not_depend_on_step_sizes(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class Spy(DraftLayerDrafter):
         rest = next((known[len(text) :] for known in self.known if tuple(known[: len(text)]) == text), [])
         num_right = next(self.turns.setdefault(request.request_id, cycle(self.pattern)))
         places = zip(drafts, rest, strict=False)
-        return tuple(token if place < num_right else (token + 1) % 32 for place, (_, token) in enumerate(places))
+        return tuple(token if index < num_right else (token + 1) % 32 for index, (_, token) in enumerate(places))
 
 
 @pytest.fixture(scope="module")

@@ -89,12 +89,12 @@ class Steps:
             name = picture.digest.decode()
             self.encoded.append(name)
             _, rows, columns = PICTURES[name]
-            for place in range(rows * columns):
-                self._memory[row + place] = (picture.digest, place)
+            for index in range(rows * columns):
+                self._memory[row + index] = (picture.digest, index)
         for sequence in plan.sequences:
             request = self.requests[sequence.request_id]
             spans = request.pictures
-            wanted = {span.start + place: (span.digest, place) for span in spans for place in range(span.num_tokens)}
+            wanted = {span.start + index: (span.digest, index) for span in spans for index in range(span.num_tokens)}
             found = {
                 position: self._memory[token_id - FIRST_VIRTUAL_ID]
                 for position, token_id in enumerate(sequence.token_ids, sequence.start)

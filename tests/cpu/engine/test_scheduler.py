@@ -140,7 +140,7 @@ def test_the_fewer_decode_the_more_steps_pass_between_shares(num_decodes: int, s
     for _ in range(20):
         due.append(scheduler.is_share_due)
         shares.append(any(count == 100 for _, count in spans(step(scheduler))))
-    places = [place for place, is_share in enumerate(shares) if is_share]
+    places = [position for position, is_share in enumerate(shares) if is_share]
     assert [after - before - 1 for before, after in pairwise(places)] == [steps_between] * (len(places) - 1)
     assert len(places) > 1
     # The first one waits in the queue until its step is planned.

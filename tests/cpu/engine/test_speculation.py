@@ -42,7 +42,7 @@ class ForcedDrafter:
         turn = self.turns.setdefault(request.request_id, cycle(self.pattern))
         answer = self.known[key(request)][len(request.output_ids) :][:max_tokens]
         num_right = next(turn)
-        return tuple(token if place < num_right else (token + 1) % 32 for place, token in enumerate(answer))
+        return tuple(token if index < num_right else (token + 1) % 32 for index, token in enumerate(answer))
 
 
 class Recorder:
@@ -126,7 +126,7 @@ def test_any_pattern_of_acceptance_gives_the_tokens_of_plain_decoding(
     llm = force(make_speculating(), known, pattern)
     assert answers(llm, prompts, GREEDY) == expected
     counts = llm.engine.core.stats().speculation
-    accepted = [any(num_right > place for num_right in pattern) for place in range(DRAFT_TOKENS)]
+    accepted = [any(num_right > index for num_right in pattern) for index in range(DRAFT_TOKENS)]
     assert [count > 0 for count in counts.num_accepted_by_position] == accepted
     # All tokens but the first of each request came from steps with drafts or, at the end, without.
     assert counts.num_drafts < counts.num_draft_tokens
@@ -244,19 +244,19 @@ def test_a_stop_token_among_drafts_ends_the_request_there(make: MakeLLM, make_sp
     recorder = record(recording)
     [expected] = answers(recording, [prompt], GREEDY)
     plain, llm = make(), make_speculating()
-    for place, stop in enumerate(expected[: 4 * (1 + DRAFT_TOKENS)]):
-        if stop in expected[:place]:
+    for index, stop in enumerate(expected[: 4 * (1 + DRAFT_TOKENS)]):
+        if stop in expected[:index]:
             continue
         params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop])
         # A salt of its own, so that nothing of another stop token's can be resumed.
-        salt = {"cache_salt": str(place)}
+        salt = {"cache_salt": str(index)}
         whole: Any = {"prompt_token_ids": prompt, **salt}
-        longer: Any = {"prompt_token_ids": prompt + expected[: place + 1] + tokens(5, seed=1), **salt}
+        longer: Any = {"prompt_token_ids": prompt + expected[: index + 1] + tokens(5, seed=1), **salt}
         force(llm, recorder.known, [3])
         [ended] = run(llm, [whole], params)
         assert parts([ended]) == parts(run(plain, [whole], params))
         assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", stop)
-        assert ended.outputs[0].token_ids == expected[: place + 1]
+        assert ended.outputs[0].token_ids == expected[: index + 1]
         record(llm)
         few = SamplingParams(temperature=0, max_tokens=8)
         assert parts(run(llm, [longer], few)) == parts(run(plain, [longer], few))

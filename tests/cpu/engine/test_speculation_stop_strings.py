@@ -151,13 +151,13 @@ def test_stop_token_that_completes_a_stop_string_ends_there(
     llm = load(None, async_scheduling=True)
     free = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     answer = list(run(llm, prompt, free, "free")[0].outputs[0].token_ids)
-    place = next(place for place in range(2, MAX_TOKENS) if answer[place] not in answer[:place])
-    stop = llm.get_tokenizer().decode([answer[place]]).strip()
+    index = next(index for index in range(2, MAX_TOKENS) if answer[index] not in answer[:index])
+    stop = llm.get_tokenizer().decode([answer[index]]).strip()
     params = SamplingParams(
-        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, stop=stop, stop_token_ids=[answer[place]]
+        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, stop=stop, stop_token_ids=[answer[index]]
     )
     found, _ = hold(llm, prompt, params, "both")
-    assert found[0][1] == answer[: place + 1]
+    assert found[0][1] == answer[: index + 1]
     assert (found[0][2], found[0][3]) == ("stop", stop)
-    assert found[1][1][0] == answer[place]
-    assert found[1][-1] == len(prompt) + place
+    assert found[1][1][0] == answer[index]
+    assert found[1][-1] == len(prompt) + index

@@ -93,8 +93,8 @@ def count(found: list[tuple[int, ...]], places: tuple[int, ...]) -> dict[tuple[i
     """Return how often tokens followed others, where these are frequent enough to tell."""
     counts: dict[tuple[int, ...], Counter[int]] = {}
     for answer in found:
-        for place in places:
-            counts.setdefault(answer[:place], Counter())[answer[place]] += 1
+        for index in places:
+            counts.setdefault(answer[:index], Counter())[answer[index]] += 1
     return {behind: counter for behind, counter in counts.items() if counter.total() >= 20 * MIN_EXPECTED}
 
 

@@ -46,7 +46,7 @@ def tokens_before(llm: LLM, token_ids: list[int], text: str) -> int:
 
 def common_tokens(first: list[int], second: list[int]) -> int:
     """Return how many tokens two prompts share."""
-    differ = (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
+    differ = (index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
     return next(differ, min(len(first), len(second)))
 
 

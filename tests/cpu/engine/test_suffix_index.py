@@ -27,7 +27,7 @@ def naive_search(text: list[int], last: list[int], max_tokens: int) -> Match:
 
     def num_equal(end: int) -> int:
         pairs = zip(reversed(text[:end]), reversed(last), strict=False)
-        return next((place for place, (left, right) in enumerate(pairs) if left != right), min(end, len(last)))
+        return next((index for index, (left, right) in enumerate(pairs) if left != right), min(end, len(last)))
 
     longest = max(map(num_equal, ends))
     found = [end for end in ends if num_equal(end) == longest]

@@ -189,9 +189,9 @@ class DecayedSum:
 
     def _unlogged(self, state_KV: Tensor, memory: DecayedMemory, log: int, num_tokens: int) -> Tensor:
         """Return the state after the tokens in a log."""
-        for place in range(num_tokens):
+        for index in range(num_tokens):
             assert memory.log is not None
-            key_K, value_V, decay = (kept[log, place].double() for kept in memory.log)
+            key_K, value_V, decay = (kept[log, index].double() for kept in memory.log)
             state_KV = decay * state_KV + torch.outer(key_K, value_V)
         return state_KV
 

@@ -109,8 +109,8 @@ def make_step(size: StepSize) -> Step:
     assert size.has_room_for(host)
     fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host)
     table_NM = torch.zeros(size.num_sequences, max(8, size.num_blocks(256)), dtype=torch.int32)
-    for place, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
-        table_NM[place, : len(row)] = row
+    for number, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
+        table_NM[number, : len(row)] = row
     # What is left of an earlier, longer step is not read.
     table_NM[places_of(host, size), host.block_table_NM.shape[1] :] = next_block
     kernels = reference_kernels([locate_rows])

@@ -64,7 +64,7 @@ def test_rows_follow_from_a_base_and_a_count_per_sequence(
     offsets = torch.tensor([0, *accumulate(counts)])
     ends = [start + count for start, count in zip(starts, real, strict=True)]
     places = locate_rows(planned_step(offsets, starts, ends, kv_starts, deltas), table_NM)
-    assert [place.tolist() for place in places] == rows
+    assert [each.tolist() for each in places] == rows
 
 
 @pytest.mark.parametrize("store_hidden", versions("store_hidden"), ids=["torch", "triton"])
@@ -86,7 +86,7 @@ def test_single_rows_need_no_search(locate_rows: Callable[..., RowAddresses]) ->
     planned = planned_step(torch.arange(5), starts, ends, kv_starts, [0, -9, 0, -130])
     places = locate_rows(planned, table_NM, are_single=True)
     blocks = [int(table_NM[0, 0]), 0, 0, int(table_NM[3, 2])]
-    assert [place.tolist() for place in places] == [starts, blocks, [3, 0, 0, 2], [3, 55, 0, 0]]
+    assert [each.tolist() for each in places] == [starts, blocks, [3, 0, 0, 2], [3, 55, 0, 0]]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 130])

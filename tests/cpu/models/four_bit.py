@@ -69,7 +69,7 @@ def pack(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     for row in codes.tolist():
         padded = row + [0] * (-len(row) % 8)
         numbers = [
-            sum(padded[start + column] << (4 * place) for place, column in enumerate(order))
+            sum(padded[start + column] << (4 * index) for index, column in enumerate(order))
             for start in range(0, len(row), 8)
         ]
         rows.append([number - 2**32 if number >= 2**31 else number for number in numbers])
@@ -180,9 +180,9 @@ def convert(
             del tensors[name]
             tensors |= scheme.write(quantized, name.removesuffix("weight"))
             expected[name] = quantized.dequantize()
-    for place, content in ((packed, tensors), (plain, expected)):
-        shutil.copytree(source, place)
-        save_file(content, place / "model.safetensors", metadata={"format": "pt"})
+    for model, content in ((packed, tensors), (plain, expected)):
+        shutil.copytree(source, model)
+        save_file(content, model / "model.safetensors", metadata={"format": "pt"})
     change_json(packed / "config.json", quantization_config=scheme.config)
     return packed, plain
 

@@ -79,9 +79,9 @@ def convert(
             expected[name] = dequantize(tensors[name], scale, block(tensor))
         else:
             expected[name] = tensor
-    for place, content in ((fp8, tensors), (plain, expected)):
-        shutil.copytree(source, place)
-        save_file(content, place / "model.safetensors", metadata={"format": "pt"})
+    for model, content in ((fp8, tensors), (plain, expected)):
+        shutil.copytree(source, model)
+        save_file(content, model / "model.safetensors", metadata={"format": "pt"})
     change_json(fp8 / "config.json", quantization_config=config)
     return fp8, plain
 

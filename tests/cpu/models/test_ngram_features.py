@@ -31,8 +31,8 @@ def read_config(number: int = 1) -> NgramFeaturesConfig:
 def ngrams(token_ids: list[int]) -> Tensor:
     """Return each token and the two before it, the latest first, by the definition."""
     rows = []
-    for place in range(len(token_ids)):
-        last, *others = reversed([END, END, *token_ids[: place + 1]][-3:])
+    for position in range(len(token_ids)):
+        last, *others = reversed([END, END, *token_ids[: position + 1]][-3:])
         others = [END if END in others[: index + 1] else token for index, token in enumerate(others)]
         rows.append([last, *others])
     return torch.tensor(rows)

@@ -479,9 +479,9 @@ def test_any_changed_number_changes_the_fingerprint(tmp_path: Path) -> None:
     first, second = directories
     before = fingerprint(first)
     assert fingerprint(second) == before
-    for place in ((2999, 999), (1500, 0)):
+    for index in ((2999, 999), (1500, 0)):
         weight = torch.zeros(3000, 1000)
-        weight[place] = 1
+        weight[index] = 1
         save_file({"a": weight, "b": torch.zeros(5)}, second / "model.safetensors")
         assert fingerprint(second) != before
     shutil.copy(first / "model.safetensors", second)

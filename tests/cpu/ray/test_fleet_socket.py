@@ -63,12 +63,12 @@ class Replicas:
         try:
             yield f"replica {attempt}"
             prompts = [PromptLogprobs(RequestId(names[0]), 0, [TokenLogprobs(2, -1.0, 1, (), (), ())] * 2)]
-            for place in range(NUM_TOKENS):
-                if attempt < len(self.lives) and place == self.lives[attempt]:
+            for index in range(NUM_TOKENS):
+                if attempt < len(self.lives) and index == self.lives[attempt]:
                     raise ReplicaLostError("died")
                 await self.may_go_on.wait()
-                tokens = [token(name, place, offset) for name in names]
-                yield msgspec.msgpack.encode(StepEvents(tokens=tokens, prompts=prompts if place == 0 else []))
+                tokens = [token(name, index, offset) for name in names]
+                yield msgspec.msgpack.encode(StepEvents(tokens=tokens, prompts=prompts if index == 0 else []))
         finally:
             self.num_open -= 1
 
@@ -139,12 +139,12 @@ def test_replicas_that_all_die_end_the_outputs_with_an_error() -> None:
 def test_call_that_ends_early_is_made_again() -> None:
     class Short(Replicas):
         async def run(self, call: Run) -> AsyncGenerator[str | bytes, None]:
-            place = 0
+            index = 0
             async with aclosing(super().run(call)) as items:
                 async for item in items:
                     yield item
-                    place += 1
-                    if len(self.runs) == 1 and place == 3:
+                    index += 1
+                    if len(self.runs) == 1 and index == 3:
                         return
 
     _, events = answer(Short, ["x"], 1)

@@ -64,7 +64,7 @@ class LoadMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.last)
     @rule(places=st.sets(REPLICAS, min_size=1))
     def least_of_a_mask(self, places: set[int]) -> None:
-        some = {self.pick(place) for place in places}
+        some = {self.pick(index) for index in places}
         assert self.loads.least_of(sum(1 << replica for replica in some)) == self.in_order(some)[0]
 
     @precondition(lambda self: self.last)

@@ -166,7 +166,7 @@ def test_weights_change_while_a_request_runs(
         assert admin.get("/weight_info").json() == {"weight_version": "step-1"}
         assert 'weight_version="step-1"} 1.0' in admin.get("/metrics").text
         mixed = tokens(first.result())
-    changed = next(place for place, (ours, theirs) in enumerate(zip(mixed, long_answer, strict=True)) if ours != theirs)
+    changed = next(index for index, (ours, theirs) in enumerate(zip(mixed, long_answer, strict=True)) if ours != theirs)
     answer = generate(admin)
     assert (num_hit(answer), answer["weight_version"]) == (0, "step-1")
     # What follows is what the new weights answer to the prompt and the old ones' tokens.

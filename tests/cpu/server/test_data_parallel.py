@@ -62,7 +62,7 @@ def say(server: ServerProcess, turns: list[str], text: str) -> tuple[str, int]:
     """Continue a conversation; return the answer and the number of cached tokens."""
     turns.append(text)
     roles = ("user", "assistant")
-    messages = [{"role": roles[place % 2], "content": turn} for place, turn in enumerate(turns)]
+    messages = [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
     body = {"messages": messages, "max_tokens": 12, "cache_salt": "talks", **GREEDY}  # other tests share no prefix
     answer = server.post("/v1/chat/completions", **body).json()
     turns.append(answer["choices"][0]["message"]["content"])

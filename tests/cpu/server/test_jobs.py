@@ -35,7 +35,7 @@ def new_job(*streams: Stream, timeout_s: float | None = None, stream_interval: i
 
 
 async def all_bursts(job: Job) -> list[list[int]]:
-    return [[place for place, _ in burst] async for burst in job.bursts()]
+    return [[index for index, _ in burst] async for burst in job.bursts()]
 
 
 def test_outputs_that_have_arrived_come_in_one_burst() -> None:

@@ -101,8 +101,8 @@ def test_the_dashboard_is_whole() -> None:
     assert len(ids) == len(set(ids))
     cells: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        grid = panel["gridPos"]
+        own = {(grid["x"] + x, grid["y"] + y) for x in range(grid["w"]) for y in range(grid["h"])}
         assert not own & cells, panel["title"]
         assert max(x for x, _ in own) < 24
         cells |= own

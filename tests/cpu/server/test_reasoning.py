@@ -162,10 +162,10 @@ def test_budget_holds_in_responses_and_completions(tag_server: ServerProcess) ->
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
     fields = {"thinking_token_budget": 4, "seed": 1, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
     [closing] = tag_server.post("/tokenize", prompt="</think>", add_special_tokens=False).json()["tokens"]
-    for prompt, place in (("Hi<think>", 4), ("Hi<think>abc", 1), ("<think>abcd", 0), ("<think>abc</think>", None)):
+    for prompt, position in (("Hi<think>", 4), ("Hi<think>abc", 1), ("<think>abcd", 0), ("<think>abc</think>", None)):
         [choice] = tag_server.post("/v1/completions", prompt=prompt, **fields).json()["choices"]
         assert [index for index, token in enumerate(choice["token_ids"]) if token == closing][:1] == (
-            [] if place is None else [place]
+            [] if position is None else [position]
         )
 
 

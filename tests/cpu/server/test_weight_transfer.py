@@ -110,7 +110,7 @@ def test_running_request_goes_on_with_sent_weights(
         trainer.update(others)
         mixed = tokens(first.result())
     assert mixed not in (old, tokens(generate(receiving, LONG)))
-    changed = next(place for place, (ours, theirs) in enumerate(zip(mixed, old, strict=True)) if ours != theirs)
+    changed = next(index for index, (ours, theirs) in enumerate(zip(mixed, old, strict=True)) if ours != theirs)
     params = {"temperature": 0, "max_tokens": LONG - changed, "ignore_eos": True}
     known = [*PROMPT, *mixed[:changed]]
     answer = receiving.post("/inference/v1/generate", token_ids=known, sampling_params=params)

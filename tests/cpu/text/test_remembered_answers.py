@@ -285,7 +285,7 @@ def test_characters_have_positions(before: str, generated: list[int], after: str
     answers.add(answers.key("", before), generated)
     text = before + CHAT.decode(generated) + after
     mark = next(mark for mark in SPLITS if mark not in text)
-    rendered = "".join((mark if place in splits else "") + character for place, character in enumerate(text))
+    rendered = "".join((mark if index in splits else "") + character for index, character in enumerate(text))
     whole = SplitText(CHAT, rendered, mark, lambda text: answers.find("", text))
     assert (whole.text, CHAT.decode(whole.token_ids)) == (text, text)
     assert whole.encode(0, len(text)) == whole.token_ids
@@ -294,10 +294,10 @@ def test_characters_have_positions(before: str, generated: list[int], after: str
     assert text.startswith(CHAT.decode(whole.token_ids[:position]).rstrip("\ufffd"))
     for part in whole.recalled:
         assert CHAT.decode(part.token_ids) == text[part.start : part.end]
-        for place in range(part.start, part.end):
-            token = whole.token_at(place)
+        for index in range(part.start, part.end):
+            token = whole.token_at(index)
             assert token is not None
-            assert whole.start_of(token) <= place
+            assert whole.start_of(token) <= index
 
 
 # Tokenizers of other kinds

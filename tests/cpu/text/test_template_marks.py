@@ -45,7 +45,7 @@ class Talk:
         """Answer a prompt; return its hit tokens, and how many it shares with what is cached."""
         chat = self.renderer.render(messages, tools=self.tools)
         shared = [(common(chat.token_ids, path), snapshots) for path, snapshots in self.paths]
-        hits = [max((place for place in snapshots if place <= count), default=0) for count, snapshots in shared]
+        hits = [max((index for index in snapshots if index <= count), default=0) for count, snapshots in shared]
         written = self.tokenizer.encode(self.family.thought + answer, add_special_tokens=False)
         path = chat.token_ids + written
         self.paths.append((path, {*chat.marks, len(chat.token_ids), len(path)}))
@@ -97,7 +97,7 @@ def test_beginning_of_sequence_appears_once() -> None:
         tokenizer = family.tokenizer()
         if "bos_token" in family.template:
             token_ids = ChatRenderer(tokenizer).render([{"role": "user", "content": "x"}]).token_ids
-            assert [place for place, token in enumerate(token_ids) if token == tokenizer.bos_token_id] == [0]
+            assert [index for index, token in enumerate(token_ids) if token == tokenizer.bos_token_id] == [0]
 
 
 def test_default_system_prompt_is_shared_at_first_sight() -> None:

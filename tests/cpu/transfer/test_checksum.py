@@ -17,7 +17,7 @@ def test_pieces_have_the_checksum_of_the_whole(pieces: list[bytes]) -> None:
 @given(st.binary(min_size=1, max_size=2000), st.binary(max_size=50), st.data())
 def test_changed_bytes_have_another_checksum(first: bytes, second: bytes, data: st.DataObject) -> None:
     expected = checksum(second, checksum(first))
-    place = data.draw(st.integers(0, len(first) + len(second) - 1))
+    index = data.draw(st.integers(0, len(first) + len(second) - 1))
     changed = bytearray(first + second)
-    changed[place] ^= 1 << data.draw(st.integers(0, 7))
+    changed[index] ^= 1 << data.draw(st.integers(0, 7))
     assert checksum(changed[len(first) :], checksum(changed[: len(first)])) != expected

@@ -98,8 +98,8 @@ def test_a_place_that_no_memory_has_is_garbled(pair: tuple[Connection, socket.so
 @settings(max_examples=150, deadline=None)
 def test_a_frame_with_a_wrong_byte_is_refused(message: Message, payload: bytes, data: st.DataObject) -> None:
     good = bytearray(frame(message, payload))
-    place = data.draw(st.integers(0, len(good) - 1))
-    good[place] ^= data.draw(st.integers(1, 255))
+    index = data.draw(st.integers(0, len(good) - 1))
+    good[index] ^= data.draw(st.integers(1, 255))
     theirs, ours = socket.socketpair()
     with theirs, Connection(_as_tcp(ours), LONG_S) as connection:
         theirs.sendall(good)

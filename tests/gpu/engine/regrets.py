@@ -19,10 +19,10 @@ def regrets(judge: LLM, prompts: list[list[int]], found: list[list[int]], rank: 
     texts = [prompt + answer for prompt, answer in zip(prompts, found, strict=True)]
     differences = []
     for prompt, text, output in zip(prompts, texts, judge.generate(texts, params, use_tqdm=False), strict=True):
-        for place in range(len(prompt), len(text)):
-            entries = (output.prompt_logprobs or [])[place] or {}
+        for index in range(len(prompt), len(text)):
+            entries = (output.prompt_logprobs or [])[index] or {}
             ranked = sorted((entry.logprob for entry in entries.values()), reverse=True)
-            differences.append(max(0.0, ranked[rank - 1] - entries[text[place]].logprob))
+            differences.append(max(0.0, ranked[rank - 1] - entries[text[index]].logprob))
     return torch.tensor(differences)
 
 

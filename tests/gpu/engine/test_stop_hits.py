@@ -160,11 +160,11 @@ def check_hits(engines: Engines, num_hit: int, num_returned: int) -> None:
 @each_case
 def test_turns_after_stop_strings_answer_as_cold_ones(engines: Engines) -> None:
     llm, hits, num_returned = engines.llm, list[int](), 0
-    for number, place in enumerate(engines.stops):
+    for number, index in enumerate(engines.stops):
         messages, other = question(number), question(100 + number)
         prompt: Any = llm.render(messages)
         whole = cold_tokens(engines, prompt["prompt_token_ids"])
-        stop = stop_of(llm, whole, place)
+        stop = stop_of(llm, whole, index)
         params = [SamplingParams(**ANSWER, stop=[stop, stop[:1] + "\x7fnever"]), GREEDY]
         output, beside = llm.chat([messages, other], params, use_tqdm=False)
         assert beside.outputs[0].token_ids == cold_tokens(engines, beside.prompt_token_ids)
@@ -195,10 +195,10 @@ def test_forks_stop_by_themselves(engines: Engines) -> None:
 
 @each_case
 def test_snapshots_before_stop_strings_hold_the_states_of_their_tokens(engines: Engines) -> None:
-    for number, place in enumerate(engines.stops):
+    for number, index in enumerate(engines.stops):
         messages = question(300 + number)
         prompt: Any = engines.llm.render(messages)
-        stop = stop_of(engines.llm, cold_tokens(engines, prompt["prompt_token_ids"]), place)
+        stop = stop_of(engines.llm, cold_tokens(engines, prompt["prompt_token_ids"]), index)
         chat(engines.llm, messages, SamplingParams(**ANSWER, stop=stop))
     settle(engines.llm)
     check_published_slots(engines.llm, engines.judge)

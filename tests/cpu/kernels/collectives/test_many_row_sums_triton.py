@@ -219,8 +219,8 @@ def check_last_rank(shared: list[Tensor], call: tuple[int, int], dtype: torch.dt
             assert torch.equal(found_M[owned], wanted_M[owned])
             for rank in range(last):
                 # Kind 1, and the last of the other ranks.
-                place = ((num_ranks - 1) + last - 1) * MAX_GROUPS + group
-                stored = shared[rank][place * BLOCK_BYTES :].view(dtype)[: owned.stop - start]
+                position = ((num_ranks - 1) + last - 1) * MAX_GROUPS + group
+                stored = shared[rank][position * BLOCK_BYTES :].view(dtype)[: owned.stop - start]
                 assert torch.equal(stored, wanted_M[owned])
                 assert int(flags(shared[rank], num_ranks)[1, last - 1, group]) == seed + 1
     num_blocks = -(-size // block)
