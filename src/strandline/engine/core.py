@@ -489,7 +489,7 @@ def _new_hand_over(config: EngineConfig, executor: Executor, scheduler: Schedule
 
 
 def _drafts_of(request: Request) -> SpeculationStats | None:
-    """Return what became of a request's drafts; None if it has not ended, or had none."""
+    """Return the counts of a request's drafts; None if it has not ended, or had none."""
     if request.finish_reason is None or request.counted_drafts is None:
         return None
     return request.counted_drafts.stats()

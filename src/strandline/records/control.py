@@ -7,7 +7,7 @@ import msgspec
 from strandline.records.weight_transfer import SentTensors, TransferGroup
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of unfinished requests: they are ended, finished first, or frozen."""
+"""How unfinished requests are handled: they are ended, finished first, or frozen."""
 Memory = Literal["weights", "kv_cache"]
 """What a sleeping engine has given back."""
 MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")

@@ -167,7 +167,7 @@ class Drafts:
         return self._last.is_plain or self.limits.corrects_lengths
 
     def count(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Count what became of the drafts of a request in a step."""
+        """Count the verified and the accepted drafts of a request in a step."""
         if request.counted_drafts is None:
             request.counted_drafts = DraftCounters(self.limits.draft_tokens)
         request.counted_drafts.count(num_drafted, num_accepted)

@@ -1,4 +1,4 @@
-"""Which waiting requests are loaded from stores before they are admitted, and what becomes of those loads.
+"""Which waiting requests are loaded from stores before they are admitted, and the ends of these loads.
 
 A request's offer is loaded when it is the request's turn to be admitted. The request is blocked until the load has
 ended; then it returns to its position in the queue and is admitted like any other, with what is cached by then.
@@ -21,7 +21,7 @@ MAX_LOADS: Final = 4
 
 
 class LoadState(Enum):
-    """What became of an attempt to load what a store has of a prompt."""
+    """Outcome of an attempt to load what a store has of a prompt."""
 
     NOTHING = "nothing"
     """No store has what the device lacks, or computing it is faster."""

@@ -1,4 +1,4 @@
-"""Pauses, sleep and new weights of all engines of a server, and what becomes of requests meanwhile."""
+"""Pauses, sleep and new weights of all engines of a server, and how requests are handled meanwhile."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -54,7 +54,7 @@ class EngineControl:
         """Run no step until ``resume``.
 
         Args:
-            mode: what becomes of unfinished requests. While they are kept, further ones are queued; else refused.
+            mode: how unfinished requests are handled. While they are kept, further ones are queued; else refused.
             clears: drop what is cached. Kept requests are computed anew then.
         """
         async with self._turn:
