@@ -2,12 +2,14 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from threading import RLock
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 from uuid import uuid4
 from weakref import finalize
 
@@ -15,8 +17,9 @@ from tqdm import tqdm
 
 from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
+from strandline.engine.interrupts import uninterrupted
 from strandline.engine.loading import load_engine
-from strandline.errors import ConfigError, RequestError
+from strandline.errors import ConfigError, EngineError, RequestError
 from strandline.pictures.loader import RefusedPictures, new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
 from strandline.records.cache_questions import CacheQuestion
@@ -36,6 +39,8 @@ LOGGER: Final = logging.getLogger("strandline.engine")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+Inbox = dict[str, RequestOutput]
+"""The latest outputs of the requests of one call, by their names, until it takes them."""
 MakeBar = Callable[..., contextlib.AbstractContextManager["tqdm[Any]"]]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks", "recollection", "multi_modal_data", "pictures")
@@ -58,6 +63,8 @@ class _ParsedPrompt:
 
 class LLM:
     """A model ready to generate.
+
+    Several threads may call it: their requests run together. A process that is forked from its own may not.
 
     Args:
         model: a directory in the published layout, a hub name, or ``demo`` for the bundled model.
@@ -90,10 +97,14 @@ class LLM:
         self._epoch = ""
         self._loras = dict[LoRARequest, LoadedAdapter]()
         self._renderers: dict[str | None, ChatRenderer] = {}
-        self._close: Callable[[], object] = partial(_close, self.engine.core)
+        self._lock = RLock()
+        self._process = os.getpid()
+        self._inboxes: dict[str, Inbox] = {}
+        """Where the outputs of each request that runs go, by its name."""
+        self._close: Callable[[], object] = partial(_close, self.engine.core, self._process)
         if self.config.file_tier:
             # Also when the script ends, or is interrupted.
-            self._close = finalize(self, _close, self.engine.core)
+            self._close = finalize(self, _close, self.engine.core, self._process)
 
     def close(self) -> None:
         """Release the device; nothing can be generated afterwards.
@@ -101,7 +112,11 @@ class LLM:
         With ``disk_cache`` or ``object_store``, entries that are only in memory are written to it first, for at most
         20 s; Ctrl-C ends that. The same happens without this call when the interpreter exits.
         """
-        self._close()
+        with self._lock:
+            self._close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be pickled or copied: it holds a model's memory; make one in each process")
 
     def __enter__(self) -> Self:
         return self
@@ -147,19 +162,21 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter cannot be served; none is run.
         """
-        parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
-        loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(parsed)
-        if len(loras) != len(parsed):
-            raise RequestError(f"{len(parsed)} prompts came with {len(loras)} LoRA requests")
-        parsed = [self._with_lora(prompt, lora) for prompt, lora in zip(parsed, loras, strict=True)]
-        params = self._check_params(len(parsed), sampling_params)
-        frontend = self.engine.frontend
-        requests = [
-            frontend.check(prompt.token_ids, each, prompt.pictures) for prompt, each in zip(parsed, params, strict=True)
-        ]
         with contextlib.ExitStack() as stack:
-            names = [self._add(prompt, request, stack) for prompt, request in zip(parsed, requests, strict=True)]
-            return self._run(names, use_tqdm=use_tqdm)
+            with self._exclusively():
+                parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
+                loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(parsed)
+                if len(loras) != len(parsed):
+                    raise RequestError(f"{len(parsed)} prompts came with {len(loras)} LoRA requests")
+                parsed = [self._with_lora(prompt, lora) for prompt, lora in zip(parsed, loras, strict=True)]
+                params = self._check_params(len(parsed), sampling_params)
+                check = self.engine.frontend.check
+                requests = [
+                    check(prompt.token_ids, each, prompt.pictures) for prompt, each in zip(parsed, params, strict=True)
+                ]
+                inbox: Inbox = {}
+                names = [self._add(each, request, stack, inbox) for each, request in zip(parsed, requests, strict=True)]
+            return self._run(names, inbox, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -212,17 +229,18 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
-        parsed = self._with_lora(self._parse(prompt), None)
-        [params] = self._check_params(1, sampling_params)
-        request = self.engine.frontend.check(parsed.token_ids, params, parsed.pictures)
         with contextlib.ExitStack() as stack:
-            name = self._add(parsed, request, stack)
+            with self._exclusively():
+                parsed = self._with_lora(self._parse(prompt), None)
+                [params] = self._check_params(1, sampling_params)
+                request = self.engine.frontend.check(parsed.token_ids, params, parsed.pictures)
+                inbox: Inbox = {}
+                self._add(parsed, request, stack, inbox)
             is_finished = False
             while not is_finished:
-                for output in self.engine.step():
-                    if output.request_id == name:
-                        is_finished = output.finished
-                        yield output.copy()
+                for output in self._step(inbox):
+                    is_finished = output.finished
+                    yield output.copy()
 
     def render(
         self,
@@ -247,6 +265,18 @@ class LLM:
         if not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt must be a string, got {cache_salt!r:.100}")
         check_text(cache_salt)
+        with self._exclusively():
+            return self._rendered(
+                messages,
+                chat_template,
+                salt=cache_salt,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools or (),
+                template_options=chat_template_kwargs,
+                continue_final_message=continue_final_message,
+            )
+
+    def _rendered(self, messages: Any, chat_template: str | None, *, salt: str, **options: Any) -> Prompt:
         answers = self.engine.frontend.answers
         renderer = self._renderers.setdefault(
             chat_template,
@@ -262,21 +292,13 @@ class LLM:
             placeholders = PicturePlaceholders()
             messages = placeholders.insert(messages, "messages")
             pictures = self._pictures.load(placeholders.references)
-        chat = renderer.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools or (),
-            template_options=chat_template_kwargs,
-            salt=cache_salt,
-            continue_final_message=continue_final_message,
-            pictures=pictures,
-        )
+        chat = renderer.render(messages, salt=salt, pictures=pictures, **options)
         prompt = {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
         if chat.pictures:
             prompt["pictures"] = chat.pictures
         if chat.recollection is not None:
             prompt["recollection"] = chat.recollection
-        return {**prompt, "cache_salt": cache_salt} if cache_salt else prompt
+        return {**prompt, "cache_salt": salt} if salt else prompt
 
     def explain(self, prompt: Prompt) -> dict[str, Any]:
         """Explain what a prompt would hit now, and why it would not hit more, without running or changing anything.
@@ -287,6 +309,10 @@ class LLM:
         Raises:
             RequestError: the prompt could not be served.
         """
+        with self._exclusively():
+            return self._explained(prompt)
+
+    def _explained(self, prompt: Prompt) -> dict[str, Any]:
         parsed = self._with_lora(self._parse(prompt), None)
         frontend = self.engine.frontend
         frontend.check(parsed.token_ids, frontend.check_params(SamplingParams()), parsed.pictures)
@@ -313,15 +339,18 @@ class LLM:
         """
         if level not in (1, 2):
             raise RequestError(f"level must be 1 or 2, got {level!r:.100}")
-        self.engine.core.control.apply(Sleep(level))
+        with self._exclusively(), uninterrupted():
+            self.engine.core.control.apply(Sleep(level))
 
     def wake_up(self, tags: Sequence[Memory] | None = None) -> None:
         """Take again what ``sleep`` gave back, or a part of it: ``weights`` or ``kv_cache``."""
-        self.engine.core.control.apply(WakeUp(tuple(MEMORIES if tags is None else tags)))
+        with self._exclusively(), uninterrupted():
+            self.engine.core.control.apply(WakeUp(tuple(MEMORIES if tags is None else tags)))
 
     def reset_prefix_cache(self) -> bool:
         """Drop all that is cached; return whether that was possible: nothing may run."""
-        return self._clear(lambda epoch: ResetCache(epoch, forced=False))
+        with self._exclusively(), uninterrupted():
+            return self._clear(lambda epoch: ResetCache(epoch, forced=False))
 
     def update_weights_from_disk(self, model_path: str) -> None:
         """Compute with the weights of the same model in another directory; what is cached of others is never hit.
@@ -329,8 +358,9 @@ class LLM:
         Raises:
             ConfigError: they cannot be read, or are another model's. The weights are as before.
         """
-        self.engine.core.control.apply(PrepareWeights(model_path))
-        self._clear(UseWeights)
+        with self._exclusively(), uninterrupted():
+            self.engine.core.control.apply(PrepareWeights(model_path))
+            self._clear(UseWeights)
 
     def _clear(self, action_of: Callable[[str], Action]) -> bool:
         """Do what begins a new epoch; where it is refused, the old one goes on."""
@@ -346,6 +376,38 @@ class LLM:
         return is_done
 
     # Parts
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Use the engine in one thread at a time.
+
+        Raises:
+            EngineError: this process was forked from the engine's.
+        """
+        if self._process != os.getpid():
+            raise EngineError(
+                f"this LLM was made in process {self._process}, from which process {os.getpid()} was forked: neither "
+                "its threads nor the device are here; make an LLM in each process, and start them with 'spawn'"
+            )
+        with self._lock:
+            yield
+
+    def _step(self, inbox: Inbox) -> list[RequestOutput]:
+        """Return what is new of a call's requests; if nothing is, run a step, whose outputs all calls may take."""
+        with self._exclusively(), uninterrupted():
+            if not inbox:
+                for output in self.engine.step():
+                    if (its := self._inboxes.get(output.request_id)) is not None:
+                        its[output.request_id] = output
+            found = list(inbox.values())
+            inbox.clear()
+            return found
+
+    def _end(self, name: str) -> None:
+        """Forget a request, and abort it if it has not finished."""
+        with self._lock, uninterrupted():
+            del self._inboxes[name]
+            self.engine.abort(name)
 
     def _parse(self, prompt: Prompt) -> _ParsedPrompt:
         if isinstance(prompt, str):
@@ -414,35 +476,38 @@ class LLM:
             raise RequestError(f"{num_prompts} prompts came with {len(params)} sampling parameters")
         return [check(each) for each in params]
 
-    def _add(self, prompt: _ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack) -> str:
-        """Add a request that is aborted when the stack unwinds before it has finished."""
+    def _add(self, prompt: _ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack, inbox: Inbox) -> str:
+        """Add a request of a call. It is aborted when the stack unwinds before it has finished."""
         name = str(next(self._names))
-        self.engine.add_checked(
-            name,
-            request,
-            prompt=prompt.text,
-            salt=prompt.salt,
-            marks=prompt.marks,
-            recollection=prompt.recollection,
-        )
-        stack.callback(self.engine.abort, name)
+        with uninterrupted():
+            self.engine.add_checked(
+                name,
+                request,
+                prompt=prompt.text,
+                salt=prompt.salt,
+                marks=prompt.marks,
+                recollection=prompt.recollection,
+            )
+            self._inboxes[name] = inbox
+            stack.callback(self._end, name)
         return name
 
-    def _run(self, names: Sequence[str], *, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+    def _run(self, names: Sequence[str], inbox: Inbox, *, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         self.engine.core.control.require_running()
-        wanted = set(names)
         finished: dict[str, RequestOutput] = {}
         make_bar: MakeBar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with make_bar(total=len(names), desc="Processed prompts", unit="request") as bar:
-            while len(finished) < len(wanted):
-                for output in self.engine.step():
-                    if output.finished and output.request_id in wanted:
+            while len(finished) < len(names):
+                for output in self._step(inbox):
+                    if output.finished:
                         finished[output.request_id] = output
                         bar.update()
         return [finished[name] for name in names]
 
 
-def _close(core: EngineCore) -> None:
+def _close(core: EngineCore, process: int) -> None:
+    if process != os.getpid():
+        return  # a process that was forked from the engine's ends
     try:
         if (report := core.flush()) is not None:
             LOGGER.info("%s", report)
