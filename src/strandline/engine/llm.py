@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from threading import RLock
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 from uuid import uuid4
@@ -19,7 +18,8 @@ from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
 from strandline.engine.interrupts import uninterrupted
 from strandline.engine.loading import load_engine
-from strandline.errors import ConfigError, EngineError, RequestError
+from strandline.engine.shared_engine import Inbox, SharedEngine
+from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import RefusedPictures, new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
 from strandline.records.cache_questions import CacheQuestion
@@ -39,8 +39,6 @@ LOGGER: Final = logging.getLogger("strandline.engine")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-Inbox = dict[str, RequestOutput]
-"""The latest outputs of the requests of one call, by their names, until it takes them."""
 MakeBar = Callable[..., contextlib.AbstractContextManager["tqdm[Any]"]]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks", "recollection", "multi_modal_data", "pictures")
@@ -97,14 +95,11 @@ class LLM:
         self._epoch = ""
         self._loras = dict[LoRARequest, LoadedAdapter]()
         self._renderers: dict[str | None, ChatRenderer] = {}
-        self._lock = RLock()
-        self._process = os.getpid()
-        self._inboxes: dict[str, Inbox] = {}
-        """Where the outputs of each request that runs go, by its name."""
-        self._close: Callable[[], object] = partial(_close, self.engine.core, self._process)
+        self._shared = SharedEngine(self.engine)
+        self._close: Callable[[], object] = partial(_close, self.engine.core, self._shared.process)
         if self.config.file_tier:
             # Also when the script ends, or is interrupted.
-            self._close = finalize(self, _close, self.engine.core, self._process)
+            self._close = finalize(self, _close, self.engine.core, self._shared.process)
 
     def close(self) -> None:
         """Release the device; nothing can be generated afterwards.
@@ -112,8 +107,7 @@ class LLM:
         With ``disk_cache`` or ``object_store``, entries that are only in memory are written to it first, for at most
         20 s; Ctrl-C ends that. The same happens without this call when the interpreter exits.
         """
-        with self._lock:
-            self._close()
+        self._close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM cannot be pickled or copied: it holds a model's memory; make one in each process")
@@ -163,7 +157,7 @@ class LLM:
             RequestError: a prompt or parameter cannot be served; none is run.
         """
         with contextlib.ExitStack() as stack:
-            with self._exclusively():
+            with self._shared.exclusively():
                 parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
                 loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(parsed)
                 if len(loras) != len(parsed):
@@ -230,7 +224,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
         with contextlib.ExitStack() as stack:
-            with self._exclusively():
+            with self._shared.exclusively():
                 parsed = self._with_lora(self._parse(prompt), None)
                 [params] = self._check_params(1, sampling_params)
                 request = self.engine.frontend.check(parsed.token_ids, params, parsed.pictures)
@@ -238,7 +232,7 @@ class LLM:
                 self._add(parsed, request, stack, inbox)
             is_finished = False
             while not is_finished:
-                for output in self._step(inbox):
+                for output in self._shared.step(inbox):
                     is_finished = output.finished
                     yield output.copy()
 
@@ -265,7 +259,7 @@ class LLM:
         if not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt must be a string, got {cache_salt!r:.100}")
         check_text(cache_salt)
-        with self._exclusively():
+        with self._shared.exclusively():
             return self._rendered(
                 messages,
                 chat_template,
@@ -309,7 +303,7 @@ class LLM:
         Raises:
             RequestError: the prompt could not be served.
         """
-        with self._exclusively():
+        with self._shared.exclusively():
             return self._explained(prompt)
 
     def _explained(self, prompt: Prompt) -> dict[str, Any]:
@@ -339,17 +333,17 @@ class LLM:
         """
         if level not in (1, 2):
             raise RequestError(f"level must be 1 or 2, got {level!r:.100}")
-        with self._exclusively(), uninterrupted():
+        with self._shared.exclusively(), uninterrupted():
             self.engine.core.control.apply(Sleep(level))
 
     def wake_up(self, tags: Sequence[Memory] | None = None) -> None:
         """Take again what ``sleep`` gave back, or a part of it: ``weights`` or ``kv_cache``."""
-        with self._exclusively(), uninterrupted():
+        with self._shared.exclusively(), uninterrupted():
             self.engine.core.control.apply(WakeUp(tuple(MEMORIES if tags is None else tags)))
 
     def reset_prefix_cache(self) -> bool:
         """Drop all that is cached; return whether that was possible: nothing may run."""
-        with self._exclusively(), uninterrupted():
+        with self._shared.exclusively(), uninterrupted():
             return self._clear(lambda epoch: ResetCache(epoch, forced=False))
 
     def update_weights_from_disk(self, model_path: str) -> None:
@@ -358,7 +352,7 @@ class LLM:
         Raises:
             ConfigError: they cannot be read, or are another model's. The weights are as before.
         """
-        with self._exclusively(), uninterrupted():
+        with self._shared.exclusively(), uninterrupted():
             self.engine.core.control.apply(PrepareWeights(model_path))
             self._clear(UseWeights)
 
@@ -376,38 +370,6 @@ class LLM:
         return is_done
 
     # Parts
-
-    @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """Use the engine in one thread at a time.
-
-        Raises:
-            EngineError: this process was forked from the engine's.
-        """
-        if self._process != os.getpid():
-            raise EngineError(
-                f"this LLM was made in process {self._process}, from which process {os.getpid()} was forked: neither "
-                "its threads nor the device are here; make an LLM in each process, and start them with 'spawn'"
-            )
-        with self._lock:
-            yield
-
-    def _step(self, inbox: Inbox) -> list[RequestOutput]:
-        """Return what is new of a call's requests; if nothing is, run a step, whose outputs all calls may take."""
-        with self._exclusively(), uninterrupted():
-            if not inbox:
-                for output in self.engine.step():
-                    if (its := self._inboxes.get(output.request_id)) is not None:
-                        its[output.request_id] = output
-            found = list(inbox.values())
-            inbox.clear()
-            return found
-
-    def _end(self, name: str) -> None:
-        """Forget a request, and abort it if it has not finished."""
-        with self._lock, uninterrupted():
-            del self._inboxes[name]
-            self.engine.abort(name)
 
     def _parse(self, prompt: Prompt) -> _ParsedPrompt:
         if isinstance(prompt, str):
@@ -479,17 +441,16 @@ class LLM:
     def _add(self, prompt: _ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack, inbox: Inbox) -> str:
         """Add a request of a call. It is aborted when the stack unwinds before it has finished."""
         name = str(next(self._names))
-        with uninterrupted():
-            self.engine.add_checked(
-                name,
-                request,
-                prompt=prompt.text,
-                salt=prompt.salt,
-                marks=prompt.marks,
-                recollection=prompt.recollection,
-            )
-            self._inboxes[name] = inbox
-            stack.callback(self._end, name)
+        self._shared.add(
+            name,
+            request,
+            stack,
+            inbox,
+            prompt=prompt.text,
+            salt=prompt.salt,
+            marks=prompt.marks,
+            recollection=prompt.recollection,
+        )
         return name
 
     def _run(self, names: Sequence[str], inbox: Inbox, *, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
@@ -498,7 +459,7 @@ class LLM:
         make_bar: MakeBar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with make_bar(total=len(names), desc="Processed prompts", unit="request") as bar:
             while len(finished) < len(names):
-                for output in self._step(inbox):
+                for output in self._shared.step(inbox):
                     if output.finished:
                         finished[output.request_id] = output
                         bar.update()
