@@ -150,6 +150,19 @@ def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("jit" in d or d.partition("(")[0] in ("helper", "kernel") for d in decorators)
 
 
+def undefined_names(text: str, sources: Mapping[str, str]) -> list[str]:
+    """Return the names in a text, written as ``file.py:name`` or ``file.py:Class.method``, that no file defines."""
+    undefined = []
+    for file, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
+        body = ast.parse(sources.get(file, "")).body
+        for part in name.split("."):
+            found = [x for x in body if isinstance(x, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+            body = next((x.body for x in found if x.name == part), [])
+        if not body:
+            undefined.append(f"{file}:{name}")
+    return undefined
+
+
 def listed_functions(text: str) -> list[str]:
     """Return the first column of the table of functions with many parameters; ``*`` stands for anything."""
     _, _, section = text.partition("### Functions with many parameters\n")
@@ -263,6 +276,10 @@ def test_functions_and_files_are_short_or_say_why_not() -> None:
     assert found == set(LONG_FOR_A_REASON), "cut it up, or give the reason; strike out what is short again"
 
 
+def test_architecture_names_functions_that_exist() -> None:
+    assert undefined_names(TEXTS["docs/architecture.md"], SOURCES) == []
+
+
 def test_functions_take_few_parameters_or_say_why_not() -> None:
     found = [key for name, text in SOURCES.items() for key in with_many_parameters(name, text)]
     listed = listed_functions(TEXTS["CONTRIBUTING.md"])
@@ -350,6 +367,12 @@ def test_a_long_function_and_a_long_file_are_found() -> None:
     assert too_long("x.py", "@triton.jit\ndef f():\n" + body * 600) == set()
     assert too_long("x.py", "f()\n" * 501) == {"x.py"}
     assert too_long("x.py", "TABLE = [\n" + "    1,\n" * 600 + "]\n") == set()
+
+
+def test_an_undefined_name_is_found() -> None:
+    sources = {"a/b.py": "class C:\n    def f(self): ..."}
+    assert undefined_names("`a/b.py:C`, `a/b.py:C.f`, `a/b.py`", sources) == []
+    assert undefined_names("`a/b.py:C.g`, `b.py:C`, `a/b.py:f`", sources) == ["a/b.py:C.g", "b.py:C", "a/b.py:f"]
 
 
 def test_a_function_with_many_parameters_is_found() -> None:
