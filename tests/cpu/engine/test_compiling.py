@@ -28,6 +28,7 @@ from triton.backends.nvidia import driver as nvidia
 from strandline.engine.processes import kernel_compiler
 from strandline.engine.processes.dry_run import dry_config
 from strandline.kernels import recording_triton
+from tests.cpu.server.forked import run_forked
 
 ROOT = Path(__file__).parents[3]
 CUDA = torch.device("cuda")
@@ -219,46 +220,17 @@ def test_no_option_of_tiers_or_files_prevents_a_dry_run(options: dict[str, Any])
     dry_config(EngineConfig(model=MODEL, **options))
 
 
-RECORD = """
-from strandline.config import EngineConfig
-from strandline.engine.processes.dry_run import record_start
-from strandline.kernels.gpu import GPUS
-
-config = EngineConfig(model={model!r}, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=1024)
-print(*(variant.name for variant in record_start(config, GPUS["sm_90"])))
-"""
+def dry_start(*arguments: str) -> list[str]:
+    """Return the names of kernels that ``dry_starts`` prints, in a process without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = run_forked("tests.cpu.engine.dry_starts", *arguments, environment=environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
 
 
 def test_sums_of_several_ranks_are_compiled_ahead() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", RECORD.format(model=MODEL)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    sums = {name for name in run.stdout.split() if name.startswith("collectives.")}
+    sums = {name for name in dry_start("of two ranks", MODEL) if name.startswith("collectives.")}
     assert sums >= {"collectives.rank_sums_triton._sum_kernel", "collectives.rank_sums_triton._gather_kernel"}
-
-
-PROMPTS = """
-from strandline.config import EngineConfig
-from strandline.device.meta_device import META, zeros_from_meta
-from strandline.engine.core import new_warm_up
-from strandline.engine.loading import load_uni_executor
-from strandline.engine.startup import warm_up
-from strandline.kernels.gpu import GPUS
-from strandline.kernels.ranks import ONE_RANK
-from strandline.kernels.recording_triton import recording
-
-options = {{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True}}
-config, names = EngineConfig(model={model!r}, max_num_seqs=32, memory="4GiB", **options), []
-with recording(GPUS["sm_90"], lambda variant: names.append(variant.name)), zeros_from_meta():
-    executor = load_uni_executor(config, None, ONE_RANK, device=META)
-    new_warm_up(config, executor).run()
-    del names[:]
-    warm_up.PROMPT_TOKENS, warm_up.NUM_DECODES = {lengths}, {decodes}
-    new_warm_up(config, executor).run()
-print(*names, sep="\\n")
-"""
 
 
 INDEXED_LENGTHS = (129, 2047, 2049, 2060)
@@ -281,13 +253,7 @@ def test_prompts_of_any_length_launch_what_the_start_compiled(name: str, tmp_pat
     text |= {key: value[:4] for key, value in text.items() if isinstance(value, list) and key.endswith("_types")}
     text |= {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "src")}
-    program = PROMPTS.format(model=str(tmp_path), lengths=lengths, decodes=decodes)
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert not run.stdout.split()
+    assert not dry_start("after the start", str(tmp_path), json.dumps(lengths), json.dumps(decodes))
 
 
 def test_kernels_found_before_a_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

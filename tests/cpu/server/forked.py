@@ -138,6 +138,22 @@ def fork_workers(template: str) -> Any:
     return SimpleNamespace(Popen=fork, **names)
 
 
+def run_forked(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process that has an engine's imports; return what it printed, as ``subprocess.run`` does."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        descriptors = {1: output.fileno(), 2: errors.fileno()}
+        process = ForkedProcess(templates().engines, module, arguments, descriptors, environment=environment)
+        try:
+            code = process.wait(START_TIMEOUT_S)
+        finally:
+            process.kill()
+        for file in (output, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(process.args, code, output.read().decode(), errors.read().decode())
+
+
 def asked_for(template: str, asker: int) -> list[int]:
     """Return the ids of running processes that a process asked a template for, in the order of their starts."""
     with _connected(template) as connection:

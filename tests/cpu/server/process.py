@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from types import GenericAlias
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -33,6 +34,31 @@ def fork_server(arguments: Sequence[str], environment: Mapping[str, str], output
     """Fork the command line's process from one that has done its imports, and its engines' processes likewise."""
     descriptors = {1: output, 2: output}
     return ForkedProcess(templates().front_ends, "strandline", arguments, descriptors, environment=environment)
+
+
+class ForkedServer(ForkedProcess):
+    """Stands for ``subprocess.Popen`` where an example starts servers and reads their log."""
+
+    __class_getitem__ = classmethod(GenericAlias)
+
+    def __init__(self, command: Sequence[str], *, stderr: int, text: bool) -> None:
+        assert (command[:3], stderr, text) == ([sys.executable, "-m", "strandline"], subprocess.PIPE, True)
+        reader, writer = os.pipe()
+        try:
+            super().__init__(templates().front_ends, command[2], command[3:], {1: 1, 2: writer})
+        finally:
+            os.close(writer)
+        self.stderr = os.fdopen(reader)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait(TIMEOUT_S)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
 
 
 def execute_server(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":

@@ -1,13 +1,12 @@
 """Kernels fit into GPUs with less shared memory than those that they are measured on, and each is compiled once."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.cpu.server.forked import run_forked
 from tools import kernel_matrix
 from tools.kernel_matrix import Compiled, Found, Matrix, Resources, Row, Start, Store
 
@@ -30,10 +29,10 @@ ROOT = Path(__file__).parents[3]
 def test_largest_tiles_fit(architecture: str, model: str, kernel: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = [sys.executable, "tools/kernel_matrix.py", "--brief", "--processes", "1", "--gpus", architecture]
-    command += ["--kernel", kernel, f"benchmarks/configs/{model}"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    options = ["--brief", "--processes", "1", "--gpus", architecture, "--kernel", kernel]
+    directory = ROOT / "benchmarks" / "configs" / model
+    run = run_forked("tools.kernel_matrix", *options, str(directory), environment=environment)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert f"| {architecture} | {model}" in run.stdout
 
