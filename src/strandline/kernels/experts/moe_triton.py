@@ -34,7 +34,7 @@ from strandline.kernels.experts.moe import (
 from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import route
 from strandline.kernels.gemm.formats.dense import DENSE
-from strandline.kernels.gemm.formats.operand_triton import can_extend
+from strandline.kernels.gemm.formats.operand_triton import can_extend, can_extend_rows
 from strandline.kernels.gemm.gemms_triton import linear
 from strandline.kernels.gemm.launches import ROUTER
 from strandline.kernels.gemm.rows_triton import launch_rows
@@ -98,7 +98,7 @@ def projected_mixture(
     if launches is Launches.MEASURED and 0 < len(x_TD) <= MAX_TOKENS_FEW and parts is not None:
         shared = SharedExpert(None, down, None, None, parts[0])
         pair = choose_few(experts, shared, len(x_TD), routing.top_k)
-        if pair is not None and can_extend(experts.up, parts[0]):
+        if pair is not None and can_extend_rows(experts.up, parts[0]):
             rows, router_TO = score_few(x_TD, parts[1])
             rows = flat_rows(rows if experts.up.format.multiplies_fp8 else plain_rows(rows))
             logits_TE, gate_T1, _ = router_TO.split(projection.sizes[1:], dim=-1)

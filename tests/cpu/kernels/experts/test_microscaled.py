@@ -36,13 +36,14 @@ from strandline.kernels.experts import many_triton, moe_triton
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
 from strandline.kernels.gemm.formats.launches import few_pair
+from strandline.kernels.gemm.formats.operand_triton import can_extend
 from strandline.kernels.gemm.library_triton import dequantize_into
 from strandline.kernels.launch import Launch, Pair
 
 Shape = tuple[int, int, int, int, int]
 """Experts, of a token, channels, features, and features of the shared expert; 0: there is none."""
 
-SHAPES: list[Shape] = [(4, 3, 48, 32, 24), (3, 2, 160, 160, 0), (8, 2, 128, 256, 128)]
+SHAPES: list[Shape] = [(4, 3, 48, 32, 24), (3, 2, 160, 160, 0), (8, 2, 128, 256, 256)]
 ACTIVATIONS = [SWIGLU, SWIGLU._replace(limit=0.6), RELU_SQUARED]
 FEW = few_pair((32, 128, 1), 64, 1)
 TILES = (Launch(16, 32, BLOCK_INPUTS, 1, 1, 2), Launch(16, 32, BLOCK_INPUTS, 1, 1))
@@ -114,9 +115,12 @@ def check_few(case: Case, few: Pair = FEW) -> None:
 
 
 def check_many(case: Case, tiles: tuple[Launch, Launch] = TILES) -> None:
+    """Compute the shared expert, too, if it is as the others."""
+    is_joined = case.shared is not None and can_extend(case.experts.down, case.shared.down)
+    shared = case.shared if is_joined else None
     with poisoned_memory():
-        out_TD = added_up(compute_choices(case.x_TD, case.experts, case.chosen, None, tiles))
-    assert_near(out_TD, case.expected(with_shared=False))
+        out_TD = added_up(compute_choices(case.x_TD, case.experts, case.chosen, shared, tiles))
+    assert_near(out_TD, case.expected(with_shared=is_joined))
 
 
 def check_dequantized(case: Case, tiles: tuple[Launch, Launch] = DENSE_TILES) -> None:

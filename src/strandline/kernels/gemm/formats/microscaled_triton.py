@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from strandline.kernels.gemm.formats import coded, fp4
 from strandline.kernels.gemm.formats.four_bit_triton import join_halves
@@ -77,11 +78,36 @@ class MicroscaledLayout(NamedTuple):
         return block_n
 
 
-def data(weight: CodedWeight) -> tuple:
+def data(weight: CodedWeight, extra: CodedWeight | None = None) -> tuple:
     """Return words and how many a row has, scales of blocks and their strides of rows and of blocks, factors, if there
-    are any, and ``HIGH_BITS``."""
-    scales = weight.scales if weight.scales.dtype == coded.PACKED_SCALES else weight.scales.view(torch.int32)
-    return weight.words, weight.words.shape[-1], scales, *scales.stride()[-2:], weight.factors, HIGH_BITS
+    are any, ``HIGH_BITS``, and an extra matrix.
+
+    Args:
+        extra: one more matrix, for tiles alone, whose number comes after the others'. The argument holds words, scales
+            and their stride of blocks, factors, and this number.
+    """
+    scales, more = _block_scales(weight), None
+    if extra is not None:
+        extra_scales = _block_scales(extra)
+        more = (extra.words, extra_scales, extra_scales.stride(-1), extra.factors, len(weight.words))
+    return weight.words, weight.words.shape[-1], scales, *scales.stride()[-2:], weight.factors, HIGH_BITS, more
+
+
+def _block_scales(weight: CodedWeight) -> Tensor:
+    """Return scales as one number per block."""
+    return weight.scales if weight.scales.dtype == coded.PACKED_SCALES else weight.scales.view(torch.int32)
+
+
+def can_extend(weight: CodedWeight, extra: object) -> bool:
+    """Return whether a matrix is as each of several, so that it can be one more of them."""
+    return (
+        isinstance(extra, CodedWeight)
+        and extra.format is weight.format
+        and extra.shape == weight.shape[1:]
+        and extra.scales.dtype == weight.scales.dtype
+        and _block_scales(extra).stride(-2) == _block_scales(weight).stride(-2)
+        and (extra.factors is None) == (weight.factors is None)
+    )
 
 
 def layout(weight: CodedWeight) -> MicroscaledLayout:
@@ -176,7 +202,16 @@ def tile(
 ):
     """Multiply as ``operand_triton.py`` says; ``BLOCK_K`` is a block."""
     x_ptr, _, stride_x, _ = x
-    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, high_bits = weight
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, high_bits, extra = weight
+    if extra is not None:
+        extra_ptr, extra_scale_ptr, extra_stride_block, extra_factor_ptr, num_matrices = extra
+        is_extra = matrix == num_matrices
+        weight_ptr = tl.where(is_extra, extra_ptr, weight_ptr)
+        scale_ptr = tl.where(is_extra, extra_scale_ptr, scale_ptr)
+        stride_block = tl.where(is_extra, extra_stride_block, stride_block)
+        if factor_ptr is not None:
+            factor_ptr = tl.where(is_extra, extra_factor_ptr, factor_ptr)
+        matrix = tl.where(is_extra, 0, matrix)
     tl.static_assert(BLOCK_K == BLOCK_INPUTS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
@@ -229,7 +264,7 @@ def tile(
 @triton.jit
 def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
     """Return as ``operand_triton.py`` says the numbers of a block."""
-    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, _ = weight
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, _, _ = weight
     N: tl.constexpr = read_N.shape[0]
     BLOCK_WORDS: tl.constexpr = BLOCK_INPUTS // LAYOUT.codes
     word_W = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
@@ -276,7 +311,7 @@ def _dequantize_plane(words_NW, packed_N, factor_N, PLANE: tl.constexpr, LAYOUT:
 @triton.jit
 def _load_pieces(weight, row_CN, is_1N, start, LAYOUT: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load pieces of rows, ``[J, C, N, W]``, and the scales of their first two and of other planes, ``[J, C, N]``."""
-    weight_ptr, num_words, scale_ptr, stride_row, stride_block, _, _ = weight
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, _, _, _ = weight
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
     SPAN_PIECES: tl.constexpr = SPAN_WORDS // PIECE_WORDS
     BLOCK_PIECES: tl.constexpr = BLOCK_INPUTS // PIECE_INPUTS
@@ -367,7 +402,7 @@ def multiply_rows(
     tl.static_assert(NORM is None, "only dense weights normalise rows as they read them")
     words_JCNW, scales, up_JCNW, up_scales = loaded
     x_ptr, _, stride_x, _ = x
-    _, _, _, _, _, factor_ptr, _ = weight
+    _, _, _, _, _, factor_ptr, _, _ = weight
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
     SPAN_PIECES: tl.constexpr = SPAN_WORDS // PIECE_WORDS
@@ -420,4 +455,6 @@ FUNCTIONS = DeviceFunctions(
     min_block_k=BLOCK_INPUTS.value,
     min_rows=MANY,
     dequantize=dequantize,
+    can_extend=can_extend,
+    extends_rows=False,
 )

@@ -81,6 +81,8 @@ class DeviceFunctions(NamedTuple):
     """Returns numbers; None: of formats without codes."""
     can_extend: Callable[..., bool] = lambda _weight, _extra: False
     """Returns whether ``data`` takes a certain matrix as one more of several."""
+    extends_rows: bool = True
+    """Whether ``rows`` take that, too."""
 
 
 class Operand(NamedTuple):
@@ -111,8 +113,14 @@ def operand(weight: DenseWeight | QuantizedWeight, extra: DenseWeight | Quantize
 
 
 def can_extend(weight: DenseWeight | QuantizedWeight, extra: object) -> bool:
-    """Return whether kernels can take ``extra`` as one more of several matrices."""
+    """Return whether tiles can take ``extra`` as one more of several matrices."""
     return device_functions(weight.format.functions).can_extend(weight, extra)
+
+
+def can_extend_rows(weight: DenseWeight | QuantizedWeight, extra: object) -> bool:
+    """Return whether kernels of few rows can do so."""
+    functions = device_functions(weight.format.functions)
+    return functions.extends_rows and functions.can_extend(weight, extra)
 
 
 def rows_operand(rows: Rows) -> tuple[Any, ...]:
