@@ -33,27 +33,56 @@ BLOCK_PEERS = 32
 
 @triton.jit(do_not_specialize=["num_choices"])
 def _list_kernel(
-    experts_ptr, starts_ptr, choices_ptr, num_choices, first_expert, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+    experts_ptr,
+    starts_ptr,
+    choices_ptr,
+    num_choices,
+    first_expert,
+    BLOCK: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """List one expert's choices, in their order, after those of the experts before it."""
+    """List one expert's choices, in their order, after those of the experts before it.
+
+    Args:
+        IS_WHOLE: whether a block has all choices: they are loaded once.
+    """
     expert = first_expert + tl.program_id(0)
-    offset_A = tl.arange(0, BLOCK)
-    num_before = tl.zeros([BLOCK], dtype=tl.int32)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    for first in range(0, num_choices, BLOCK):
-        expert_A = tl.load(experts_ptr + first + offset_A, mask=first + offset_A < num_choices, other=0x7FFFFFFF)
-        num_before += ((expert_A >= first_expert) & (expert_A < expert)).to(tl.int32)
-    start = tl.sum(num_before, axis=0)
+    if IS_WHOLE:
+        expert_A = _load_block(experts_ptr, 0, num_choices, BLOCK)
+        start = tl.sum(((expert_A >= first_expert) & (expert_A < expert)).to(tl.int32), axis=0)
+        end = _list_block(expert_A, choices_ptr, expert, 0, start)
+    else:
+        num_before = tl.zeros([BLOCK], dtype=tl.int32)
+        for first in range(0, num_choices, BLOCK):
+            expert_A = _load_block(experts_ptr, first, num_choices, BLOCK)
+            num_before += ((expert_A >= first_expert) & (expert_A < expert)).to(tl.int32)
+        start = tl.sum(num_before, axis=0)
+        end = start
+        for first in range(0, num_choices, BLOCK):
+            expert_A = _load_block(experts_ptr, first, num_choices, BLOCK)
+            end = _list_block(expert_A, choices_ptr, expert, first, end)
     tl.store(starts_ptr + tl.program_id(0), start)
-    for first in range(0, num_choices, BLOCK):
-        expert_A = tl.load(experts_ptr + first + offset_A, mask=first + offset_A < num_choices, other=0x7FFFFFFF)
-        is_mine_A = (expert_A == expert).to(tl.int32)
-        index_A = start + tl.cumsum(is_mine_A, axis=0) - 1
-        tl.store(choices_ptr + index_A, first + offset_A, mask=is_mine_A > 0)
-        start += tl.sum(is_mine_A, axis=0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + tl.num_programs(0), start)
+        tl.store(starts_ptr + tl.num_programs(0), end)
+
+
+@triton.jit
+def _load_block(experts_ptr, first, num_choices, BLOCK: tl.constexpr):
+    """Load the experts of a block of choices; after the last one, a number that no expert has."""
+    choice_A = first + tl.arange(0, BLOCK)
+    return tl.load(experts_ptr + choice_A, mask=choice_A < num_choices, other=0x7FFFFFFF)
+
+
+@triton.jit
+def _list_block(expert_A, choices_ptr, expert, first, start):
+    """List an expert's choices of a block from index ``start`` on, and return where they end."""
+    is_mine_A = (expert_A == expert).to(tl.int32)
+    index_A = start + tl.cumsum(is_mine_A, axis=0) - 1
+    tl.store(choices_ptr + index_A, first + tl.arange(0, expert_A.shape[0]), mask=is_mine_A > 0)
+    return start + tl.sum(is_mine_A, axis=0)
 
 
 @triton.jit(do_not_specialize=["num_choices"])
@@ -127,7 +156,7 @@ def list_choices(experts_TK: Tensor, num_experts: int, first_expert: int = 0) ->
         block = min(BLOCK_DIRECT, next_power_of_2(num_choices))
         options = overlap_options(experts_TK)
         arguments = (experts_TK, starts_E, choices_A, num_choices, first_expert)
-        _list_kernel[(num_experts,)](*arguments, BLOCK=block, num_warps=4, **options)
+        _list_kernel[(num_experts,)](*arguments, BLOCK=block, IS_WHOLE=num_choices <= block, num_warps=4, **options)
         return starts_E, choices_A
     num_blocks = cdiv(num_choices, BLOCK_CHOICES)
     counts_BE = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=experts_TK.device)

@@ -39,6 +39,7 @@ from strandline.kernels.gemm.gemms_triton import linear
 from strandline.kernels.gemm.launches import ROUTER
 from strandline.kernels.gemm.rows_triton import launch_rows
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, Weight
+from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation_triton import relu_squared, swiglu
 from strandline.kernels.rowwise.normed_rows import NormedRows, settled
@@ -47,6 +48,9 @@ from strandline.kernels.rowwise.quantizing_triton import swiglu_quantized
 
 MAX_TOKENS_JOINED = 256
 """With more tokens, a product of its own for the shared expert is faster than the programs of one expert."""
+
+MAX_TILES_JOINED = 16
+"""With more tiles of tokens it is faster, too: a program of the shared expert computes them one after the other."""
 
 
 def mixture(
@@ -70,12 +74,13 @@ def mixture(
             out_TD = mixture_few(x_TD, experts, hidden, *router, pair)
             return with_shared(out_TD, shared) if isinstance(shared, SharedOutput) else out_TD
     chosen = route(*router)
-    if isinstance(shared, SharedExpert) and (launches is Launches.FIXED or not can_join(experts, shared)):
-        shared = _output(shared, experts.activation, launches)
     choices_per_expert = chosen[1].numel() // router.logits_TE.shape[1]
     is_dequantized = pays_to_dequantize(experts.up.format, choices_per_expert, launches)
     multiplied, is_gated = DENSE if is_dequantized else experts.up.format, experts.activation.is_gated
     tiles = choose_launches(multiplied, x_TD.dtype, choices_per_expert, launches, is_gated=is_gated)
+    is_apart = launches is Launches.FIXED or is_dequantized
+    if isinstance(shared, SharedExpert) and (is_apart or not can_join(experts, shared, tiles[1])):
+        shared = _output(shared, experts.activation, launches)
     compute = compute_dequantized if is_dequantized else compute_choices
     return compute(x_TD, experts, chosen, shared, tiles)
 
@@ -117,11 +122,11 @@ def score_few(x_TD: Rows | NormedRows, weight: DenseWeight) -> tuple[Rows, Tenso
     return rows, out_TO
 
 
-def can_join(experts: ExpertWeights, shared: SharedExpert) -> bool:
-    """Return whether a shared expert is best computed as one more expert."""
+def can_join(experts: ExpertWeights, shared: SharedExpert, down: Launch) -> bool:
+    """Return whether a shared expert is best computed as one more expert, whose second product has this launch."""
     projected_TS = shared.projected_TS
     return (
-        len(projected_TS) <= MAX_TOKENS_JOINED
+        len(projected_TS) <= min(MAX_TOKENS_JOINED, MAX_TILES_JOINED * down.block_m)
         and projected_TS.stride(1) == 1
         and shared.term is None
         and can_extend(experts.down, shared.down)

@@ -160,8 +160,11 @@ def choose_quantized(
     tile = measured.tiles.choose(num_rows, num_outputs, rows.dtype)
     if tile.block_m > measured.max_block_split:
         return Plan(Kernel.TILES, tile)
-    num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_second, tile.block_n)) * cdiv(num_rows, tile.block_m)
-    return Plan(Kernel.TILES, _split(tile, num_inputs, measured.programs_split // num_tiles))
+    num_row_tiles, wanted = cdiv(num_rows, tile.block_m), measured.programs_split
+    if num_row_tiles > 1:
+        wanted = measured.programs_split_several or wanted
+    num_tiles = (cdiv(num_outputs, tile.block_n) + cdiv(num_second, tile.block_n)) * num_row_tiles
+    return Plan(Kernel.TILES, _split(tile, num_inputs, wanted // num_tiles))
 
 
 def _can_preload(rows: Rows, weight: QuantizedWeight, preloaded: Preloaded) -> bool:

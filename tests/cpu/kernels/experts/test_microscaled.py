@@ -193,6 +193,24 @@ def test_ranks_dequantise_their_experts_of_many_tokens(activation: Activation, m
         assert_near(out_TD, expected)
 
 
+@pytest.mark.parametrize(
+    ("max_tiles", "least"), [(16, None), (0, None), (16, 1)], ids=["joined", "apart", "dequantised"]
+)
+def test_a_shared_expert_like_the_others_is_added(
+    max_tiles: int, least: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    case = Case(12, (3, 2, 48, 32, 32), torch.float32, "cpu", SWIGLU, "nvfp4")
+    monkeypatch.setattr(moe_triton, "MAX_TOKENS_FEW", 0)
+    monkeypatch.setattr(moe_triton, "MAX_TILES_JOINED", max_tiles)
+    experts_launches = fp4.LAUNCHES.experts._replace(min_dequantized=least)
+    monkeypatch.setattr(fp4.FP4, "launches", fp4.LAUNCHES._replace(experts=experts_launches))
+    router = Router(case.logits_TE, None, case.routing)
+    with poisoned_memory():
+        out_TD = added_up(moe_triton.mixture(case.x_TD, case.experts, router, case.shared))
+    assert_near(out_TD, case.expected(with_shared=True))
+
+
 def test_pairs_of_parameters_are_complete() -> None:
     values = (DTYPES, tuple(FORMATS), ACTIVATIONS, SHAPES)
     for first, second in itertools.combinations(range(4), 2):

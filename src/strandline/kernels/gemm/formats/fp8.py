@@ -42,6 +42,7 @@ LAUNCHES: Final = FormatLaunches(
         max_rows_wide=128,
         max_block_split=64,
         programs_split=2 * NUM_SMS,
+        programs_split_several=3 * NUM_SMS,
         # Two rows take as long either way, eight 1 % less (benchmarks/results/2026-11-28-few-rows.md).
         preloaded=Preloaded(Launch(4, 64, 4 * GROUP, 4, 1), num_rows=range(3, 5), min_numbers=1 << 23),
         max_rows_pair=192,

@@ -83,6 +83,8 @@ class LinearLaunches(NamedTuple):
     """Tiles of up to this many rows are split along the inputs, where there are few."""
     programs_split: int
     """What a split aims at."""
+    programs_split_several: int | None = None
+    """What it aims at where there are several tiles of rows; None: the same."""
     preloaded: Preloaded | None = None
     """None: no product does; else those whose inputs blocks divide."""
     max_rows_pair: int = 64
