@@ -23,7 +23,7 @@ from strandline.engine.caching.auditor import Auditor, Audits
 from strandline.engine.caching.cache_watch import CacheWatch
 from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.caching.flushing import flush
-from strandline.engine.caching.memory import bytes_by_tenant, cache_size, describe_tiers, lower_memories, on_each_rank
+from strandline.engine.caching.memory import bytes_by_use, cache_size, describe_tiers, lower_memories, on_each_rank
 from strandline.engine.caching.object_catalog import open_discoveries
 from strandline.engine.control import CoreControl
 from strandline.engine.drafting.drafts import new_drafts
@@ -409,7 +409,7 @@ class EngineCore:
             num_snapshots=stats.num_snapshots,
             num_snapshots_evicted=stats.num_snapshots_evicted,
             num_blocks_evicted=stats.num_blocks_evicted,
-            tenant_bytes=bytes_by_tenant(stats.memory, self.spec),
+            bytes_by_use=bytes_by_use(stats.memory, self.spec),
             num_audited=self.audits.num_requests,
             num_audited_tokens=self.audits.num_tokens,
             largest_audit_difference=self.audits.largest_difference,

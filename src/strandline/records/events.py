@@ -211,8 +211,8 @@ class CoreStats:
     """Snapshots in the cache now."""
     num_snapshots_evicted: int
     num_blocks_evicted: int
-    tenant_bytes: dict[str, int]
-    """Memory by tenant, and free memory; they add up to the arena."""
+    bytes_by_use: dict[str, int]
+    """Memory of slots and blocks, and free memory; they add up to the arena."""
     num_audited: int = 0
     """Requests that were replayed without the cache."""
     num_audited_tokens: int = 0

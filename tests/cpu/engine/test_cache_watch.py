@@ -57,11 +57,11 @@ def test_memory_samples_equal_the_metrics(make_llm: MakeLLM) -> None:
     shown = state(llm)
     stats = llm.engine.core.stats()
     now = shown.memory[-1]._asdict()
-    assert {name: now[name] for name in stats.tenant_bytes if name != "free"} | {
-        "free": stats.tenant_bytes["free"]
-    } == (stats.tenant_bytes)
-    assert shown.total_bytes == sum(stats.tenant_bytes.values())
-    assert shown.tree.num_snapshots * shown.snapshot_bytes == stats.tenant_bytes["slots_evictable"]
+    assert {name: now[name] for name in stats.bytes_by_use if name != "free"} | {
+        "free": stats.bytes_by_use["free"]
+    } == (stats.bytes_by_use)
+    assert shown.total_bytes == sum(stats.bytes_by_use.values())
+    assert shown.tree.num_snapshots * shown.snapshot_bytes == stats.bytes_by_use["slots_evictable"]
 
 
 def test_past_request_is_explained_then_and_now(make_llm: MakeLLM) -> None:

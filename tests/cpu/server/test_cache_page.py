@@ -73,7 +73,7 @@ def test_state_has_tree_with_text_and_memory_adds_up(server: ServerProcess) -> N
     assert any(run["text"] and "seen on the page" in run["text"] for run in shown["tree"]["runs"])
     assert shown["shows_text"] is True
     held = shown["memory"][-1][1:]
-    assert sum(held) + shown["stats"]["tenant_bytes"]["free"] == shown["total_bytes"]
+    assert sum(held) + shown["stats"]["bytes_by_use"]["free"] == shown["total_bytes"]
     assert "other_salt" not in shown["stats"]["missed_tokens"]
 
 

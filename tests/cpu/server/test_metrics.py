@@ -188,7 +188,7 @@ def test_snapshots_resident_are_those_that_were_taken_and_not_evicted(bytes_dir:
     llm.generate(["one prompt", "another prompt"], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     after = stats()
     assert 0 < after.num_snapshots <= sum(after.snapshots_taken.values()) - after.num_snapshots_evicted
-    assert after.tenant_bytes["slots_evictable"] == after.num_snapshots * llm.engine.core.spec.slab_bytes
+    assert after.bytes_by_use["slots_evictable"] == after.num_snapshots * llm.engine.core.spec.slab_bytes
 
 
 def test_times_between_tokens_are_exposed_as_prometheus_client_does() -> None:

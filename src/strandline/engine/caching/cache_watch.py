@@ -15,7 +15,7 @@ from strandline.cache.inspection.explanation import explain_lookup, explain_prom
 from strandline.cache.inspection.lookups import Lookup, LookupLog
 from strandline.cache.inspection.view import view
 from strandline.clock import SYSTEM_CLOCK, Clock
-from strandline.engine.caching.memory import TenantBytes, tenant_bytes
+from strandline.engine.caching.memory import MemoryBytes, held_bytes
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.records.account import Account
 from strandline.records.cache_questions import (
@@ -50,10 +50,10 @@ class MemoryHistory:
     def __init__(self, max_samples: int = MAX_SAMPLES, interval_s: float = SAMPLE_S) -> None:
         self._max_samples = max_samples
         self._interval_s = interval_s
-        self._first: tuple[float, TenantBytes] | None = None
-        self._last_of: dict[float, tuple[float, TenantBytes]] = {}
+        self._first: tuple[float, MemoryBytes] | None = None
+        self._last_of: dict[float, tuple[float, MemoryBytes]] = {}
 
-    def record(self, now_s: float, held_bytes: TenantBytes) -> None:
+    def record(self, now_s: float, held_bytes: MemoryBytes) -> None:
         """Record the present use."""
         sample = now_s, held_bytes
         self._first = self._first or sample
@@ -187,8 +187,8 @@ class CacheWatch:
         """Return a label for a salt, which itself would give access to what it caches."""
         return blake2s(salt.encode(), digest_size=LABEL_BYTES, key=self._key).hexdigest() if salt else ""
 
-    def _held_bytes(self) -> TenantBytes:
-        return tenant_bytes(self._cache.memory_use(), self._spec)
+    def _held_bytes(self) -> MemoryBytes:
+        return held_bytes(self._cache.memory_use(), self._spec)
 
 
 def _for_callers(explanation: Explanation) -> Explanation:

@@ -76,7 +76,7 @@ def on_each_rank(facts: ExecutorFacts) -> str:
     return f" on each of {facts.num_ranks} ranks" if facts.num_ranks > 1 else ""
 
 
-class TenantBytes(NamedTuple):
+class MemoryBytes(NamedTuple):
     """Allocated bytes of the arena, by use."""
 
     slots_in_use: int
@@ -85,14 +85,14 @@ class TenantBytes(NamedTuple):
     blocks_evictable: int
 
 
-def tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> TenantBytes:
+def held_bytes(memory: MemoryUse, spec: ModelSpec) -> MemoryBytes:
     """Return the sizes of slots and of blocks of all kinds."""
     windows_bytes, windows_evictable_bytes = (
         sum(count * stride_bytes for count, stride_bytes in zip(counts, spec.window_strides_bytes, strict=True))
         for counts in (memory.num_window_blocks, memory.num_evictable_window_blocks)
     )
     windows_in_use_bytes = windows_bytes - windows_evictable_bytes
-    return TenantBytes(
+    return MemoryBytes(
         (memory.num_slots - memory.num_evictable_slots) * spec.slab_bytes,
         memory.num_evictable_slots * spec.slab_bytes,
         (memory.num_blocks - memory.num_evictable_blocks) * spec.block_bytes + windows_in_use_bytes,
@@ -100,7 +100,7 @@ def tenant_bytes(memory: MemoryUse, spec: ModelSpec) -> TenantBytes:
     )
 
 
-def bytes_by_tenant(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:
+def bytes_by_use(memory: MemoryUse, spec: ModelSpec) -> dict[str, int]:
     """Return the sizes of slots and blocks, and what is free, by name."""
-    held = tenant_bytes(memory, spec)
+    held = held_bytes(memory, spec)
     return {**held._asdict(), "free": memory.num_slabs * spec.slab_bytes - sum(held)}

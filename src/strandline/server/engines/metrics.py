@@ -291,7 +291,7 @@ class _EngineFamilies:
         yield self._counter("audited_tokens", "Tokens of their outputs.", {"": stats.num_audited_tokens})
         text = "Largest difference between a token's log-probability and that of its replay; 0 without --audit-rate."
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
-        yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.tenant_bytes, "tenant")
+        yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.bytes_by_use, "tenant")
         yield from self._tiers(stats)
         yield from self._hand_over(stats.hand_over)
         yield from self._drafts(stats.speculation)
@@ -303,8 +303,8 @@ class _EngineFamilies:
             "spec_decode_accepted_tokens_by_method", "Accepted drafts, by what made them.", accepted, "method"
         )
         yield self._fallbacks(stats)
-        in_use = stats.tenant_bytes["slots_in_use"] + stats.tenant_bytes["blocks_in_use"]
-        share = in_use / max(sum(stats.tenant_bytes.values()), 1)
+        in_use = stats.bytes_by_use["slots_in_use"] + stats.bytes_by_use["blocks_in_use"]
+        share = in_use / max(sum(stats.bytes_by_use.values()), 1)
         yield self._gauge("kv_cache_usage_perc", "Share of memory used by running requests, 0 to 1.", {"": share})
 
     def _tiers(self, stats: CoreStats) -> Iterator[Metric]:
