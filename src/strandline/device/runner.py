@@ -31,7 +31,7 @@ from strandline.device.sampling.grammar_mask import GuardedMatcher
 from strandline.device.sampling.sampling_state import SamplingState
 from strandline.device.steps.adapter_pool import AdapterPool
 from strandline.device.steps.cache_actions import CacheActions
-from strandline.device.steps.drafter import Drafts, StepDrafter, StepRows
+from strandline.device.steps.drafter import NextDrafts, StepDrafter, StepRows
 from strandline.device.steps.forward import Forward
 from strandline.device.steps.graphs import CapturedStep, StepGraphs
 from strandline.device.steps.host_step import HostStep, Layout, StepIndices
@@ -289,7 +289,7 @@ class Runner:
             return decodes.logits_NV
         return self.model.logits(hidden_XE if isinstance(rows, slice) else hidden_XE[rows])
 
-    def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen) -> Drafts | None:
+    def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen) -> NextDrafts | None:
         """Let the drafter store what it needs, and draft for the next step; None: no sequence wants drafts."""
         verification, drafts = step.verification, None
         captured = step.captured_decodes or verification
@@ -301,7 +301,7 @@ class Runner:
         if captured is not None:
             captured.finish(chosen, step.num_decodes)
         if verification is not None:
-            drafts = Drafts(step.padded_rows, verification.drafts_ND)
+            drafts = NextDrafts(step.padded_rows, verification.drafts_ND)
         return drafts
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan]) -> StepInFlight:

@@ -19,7 +19,7 @@ from strandline.device.drafters import draft_layer
 from strandline.device.drafters.draft_layer import DraftLayer, pairs_of_step
 from strandline.device.runner import Runner
 from strandline.device.sizing import slabs_for
-from strandline.device.steps.drafter import Drafts, StepRows
+from strandline.device.steps.drafter import NextDrafts, StepRows
 from strandline.device.steps.step_in_flight import StepInFlight
 from strandline.device.uni_executor import UniExecutor
 from strandline.engine.drafting.step_drafts import StepDrafts
@@ -409,7 +409,7 @@ def test_graphs_draft_behind_pairs_that_are_made_again(
     llm, made = make(2, async_scheduling=False), list[int]()
     steps, follow = Steps(monkeypatch), DraftLayer.follow
 
-    def noted_follow(layer: DraftLayer, rows: StepRows) -> Drafts | None:
+    def noted_follow(layer: DraftLayer, rows: StepRows) -> NextDrafts | None:
         if all(sequence.next_drafts for sequence in steps.plans[-1].sequences):
             made.extend(each.plan.start for each in pairs_of_step(rows))
         return follow(layer, rows)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.batches.padded_step import room_of
 from strandline.device.sampling.divided_sampling import likeliest
-from strandline.device.steps.drafter import Drafts, StepRows, Verified
+from strandline.device.steps.drafter import NextDrafts, StepRows, Verified
 from strandline.errors import EngineError
 from strandline.ids import NO_TOKEN
 from strandline.kernels.batch import StepBatch
@@ -48,7 +48,7 @@ class BlockDrafts:
         """Do nothing: the model's pass has stored all."""
 
     @torch.no_grad()
-    def follow(self, rows: StepRows) -> Drafts | None:
+    def follow(self, rows: StepRows) -> NextDrafts | None:
         """Draft a block for each sequence that goes on."""
         sampled = rows.sampled or {}
         blocks = {
@@ -62,7 +62,7 @@ class BlockDrafts:
         host = build_host_batch([*blocks.values()], 0)
         batch = to_device(host, rows.hidden_XE.device, self._kernels, [newest])
         [newest_N] = batch.others
-        return Drafts({index: row for row, index in enumerate(blocks)}, self._drafts(batch.step, newest_N, most))
+        return NextDrafts({index: row for row, index in enumerate(blocks)}, self._drafts(batch.step, newest_N, most))
 
     def draft_verified(self, verified: Verified, num_drafts: int) -> Tensor:
         """Draft after each sequence's last token that counts; where fewer drafts are wanted, others are undefined."""

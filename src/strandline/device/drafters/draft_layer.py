@@ -24,7 +24,7 @@ from torch import Tensor
 
 from strandline.device.batches.batch import build_host_batch, to_device
 from strandline.device.sampling.divided_sampling import likeliest
-from strandline.device.steps.drafter import Drafts, StepRows, Verified
+from strandline.device.steps.drafter import NextDrafts, StepRows, Verified
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
@@ -142,7 +142,7 @@ class DraftLayer:
     keeps_pairs = True
 
     @torch.no_grad()
-    def follow(self, rows: StepRows) -> Drafts | None:
+    def follow(self, rows: StepRows) -> NextDrafts | None:
         """Make pairs, and draft after those of sequences that want drafts."""
         pairs = sorted(pairs_of_step(rows), key=lambda pair: not pair.plan.is_decode)
         if not pairs:
@@ -171,7 +171,7 @@ class DraftLayer:
 
         num_drafts = max(pair.num_drafts for _, pair in drafting)
         tokens_ND = self._drafts(batch, hidden_TE, drafting_N, single, num_drafts)
-        return Drafts({pair.index: row for row, (_, pair) in enumerate(drafting)}, tokens_ND)
+        return NextDrafts({pair.index: row for row, (_, pair) in enumerate(drafting)}, tokens_ND)
 
     def keep_decoded(self, batch: StepBatch, hidden_TE: Tensor) -> None:
         """Store keys and values of the pairs of decodes, each ending with the token that was sampled after it."""

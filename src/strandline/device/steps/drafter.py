@@ -26,7 +26,7 @@ class StepRows(NamedTuple):
     that is sampled."""
 
 
-class Drafts(NamedTuple):
+class NextDrafts(NamedTuple):
     """Drafts for the next step, on the device."""
 
     rows: Mapping[int, int]
@@ -55,7 +55,7 @@ class StepDrafter(Protocol):
     """Whether what it stores of a token depends on the next one, too: of decodes, and of sequences that resume, whose
     stored hidden states it reads."""
 
-    def follow(self, rows: StepRows) -> Drafts | None:
+    def follow(self, rows: StepRows) -> NextDrafts | None:
         """Store what later drafts need of a step, and draft for the next one; None: no sequence wants drafts.
 
         Does not wait for the device.

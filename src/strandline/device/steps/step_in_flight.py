@@ -12,7 +12,7 @@ from strandline.device.hardware.upload import download
 from strandline.device.sampling.choice import Chosen
 from strandline.device.sampling.failures import catch_failure
 from strandline.device.sampling.sampler import LogprobTensors
-from strandline.device.steps.drafter import Drafts
+from strandline.device.steps.drafter import NextDrafts
 from strandline.device.steps.prompt_logprobs import PromptLogprobs
 from strandline.device.stores.transfers import Transfers
 from strandline.ids import NO_TOKEN, RequestId
@@ -25,7 +25,7 @@ class StepInFlight:
 
     sequences: Sequence[SequencePlan]
     chosen: Chosen
-    drafts: Drafts | None
+    drafts: NextDrafts | None
     """For the next step; None: no sequence wants any."""
     prompt_logprobs: Sequence[PromptLogprobs]
     hidden_states: tuple[Sequence[int], Tensor] | None
