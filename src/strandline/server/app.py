@@ -165,6 +165,8 @@ def _add_label_reads(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
+    max_model_len = service.client.frontend.limits.max_model_len
+
     def card(name: str) -> dict[str, Any]:
         adapter = service.adapters.get(name)
         return {
@@ -174,10 +176,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "owned_by": "strandline",
             "root": service.model_names[0] if adapter is None else adapter.path,
             "parent": None if adapter is None else service.model_names[0],
-            "max_model_len": service.client.frontend.limits.max_model_len,
+            "max_model_len": max_model_len,
             "type": "model",  # this and the following are Anthropic's fields
             "display_name": name,
             "created_at": datetime.fromtimestamp(service.created_s, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": max_model_len - 1,
+            "max_tokens": max_model_len - 1,
         }
 
     @app.get("/v1/models")

@@ -55,6 +55,7 @@ def test_models_have_the_fields_of_anthropics_api(server: ServerProcess) -> None
         [model] = list(page)
     assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
     assert model.created_at.timestamp() > 0
+    assert (model.lifecycle, model.max_input_tokens) == ("active", 4095)
     assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "tiny")
 
 

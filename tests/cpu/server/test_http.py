@@ -158,6 +158,21 @@ def test_path_of_another_base_url_gets_the_right_one(server: ServerProcess, path
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, message)
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/conversations", "send previous_response_id"),
+        ("/v1/conversations/conv_1/items", "send previous_response_id"),
+        ("/v1/messages/batches", "send the requests one by one"),
+        ("/v1/files", "send their text in messages"),
+    ],
+)
+def test_path_that_is_not_served_says_what_to_do(server: ServerProcess, path: str, instead: str) -> None:
+    answer = server.post(path)
+    assert answer.status_code == 404
+    assert instead in answer.json()["error"]["message"]
+
+
 def test_root_names_the_addresses_of_the_apis(server: ServerProcess) -> None:
     answer = server.get("/")
     assert answer.status_code == 200

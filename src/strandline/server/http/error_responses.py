@@ -37,6 +37,13 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+NOT_SERVED: Final[Mapping[str, str]] = {
+    "/v1/batches": "batches are not served; send the requests one by one, many at a time",
+    "/v1/conversations": "conversations are not stored; send previous_response_id, or the whole conversation as input",
+    "/v1/files": "files are not stored; send their text in messages",
+    "/v1/messages/batches": "batches are not served; send the requests one by one, many at a time",
+}
+"""Paths of the APIs of others that are not served, with those below them, and what to do instead."""
 ANTHROPIC_PATH: Final = "/v1/messages"
 _TEXT: Final = {"type": "string"}
 _TEXT_OR_NULL: Final = {"anyOf": [_TEXT, {"type": "null"}]}
@@ -207,6 +214,9 @@ def _no_path(app: FastAPI, path: str) -> str:
     """Return why there is no such path, or which one a client with another base URL means."""
     if (flag := app.state.flags_of_paths.get(path)) is not None:
         return f"{path} is served only with {flag}"
+    instead = next((text for each, text in NOT_SERVED.items() if f"{path}/".startswith(f"{each}/")), None)
+    if instead is not None:
+        return f"there is no path {path[:200]}: {instead}"
     known = {route.path for route in app.routes if isinstance(route, Route)} - {"/"}
     parts = path.split("/")[-MAX_PARTS:]
     ends = ("/" + "/".join(parts[first:]) for first in range(len(parts)))
