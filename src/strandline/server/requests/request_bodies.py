@@ -21,6 +21,7 @@ from strandline.server.requests.structured_fields import GUIDED, structure_of
 NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "compaction": (),
+    "conversation": ({},),
     "suffix": ("",),
     "tools": ([],),
     "mcp_servers": ([],),
@@ -30,22 +31,28 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": ([], ["text"]),
     "moderation": (),
     "prompt_embeds": (),
+    "previous_response_id": ("",),
     "prompt_logprobs": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
+    "thread": (),
     "truncate_prompt_tokens": (),
     "documents": ([],),
     "chat_template": (),  # a template is a program: an endless loop would block tokenization for all clients
 }
 """Unsupported fields that would change the answer, and the values (besides null) that do not."""
 
+_WHOLE: Final = "send the whole conversation, or use /v1/responses with previous_response_id"
 INSTEAD: Final[Mapping[str, str]] = {
     "best_of": "send n, and choose by the log-probabilities",
     "chat_template": "give the server --chat-template",
     "compaction": "ask for a summary in a message",
+    "conversation": _WHOLE,
     "documents": "send them in chat_template_kwargs",
     "functions": "send tools",
+    "previous_response_id": _WHOLE,
+    "thread": _WHOLE,
     "mcp_servers": "send the servers' tools as tools",
     "tools": "send them to /v1/chat/completions",
 }
