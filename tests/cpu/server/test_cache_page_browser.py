@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
 IS_LIVE = "document.querySelector('#status')?.className === 'live'"
 ROWS = "[...document.querySelectorAll('#requests tbody tr')]"
+LABELS = "[...document.querySelectorAll('#chart text')]"
 RUNS = "[...document.querySelectorAll('#tree [role=treeitem]')]"
 
 
@@ -69,12 +70,9 @@ def test_control_tokens_are_left_out_of_rows(page: Browser) -> None:
     assert page.run("oneLine('<|im_end|>\\n<|im_start|>user\\nHello')") == "user⏎Hello"
 
 
-@pytest.mark.parametrize(
-    ("age_s", "shown"),
-    [(0.9, "0 s"), (59.9, "59 s"), (60, "1 min"), (90, "1.5 min"), (3599, "59 min"), (5400, "1.5 h"), (1e6, "11 d")],
-)
-def test_ages_are_rounded_to_two_digits(page: Browser, age_s: float, shown: str) -> None:
-    assert page.run(f"ago({age_s})") == shown
+def test_ages_are_rounded_to_two_digits(page: Browser) -> None:
+    shown = page.run("[0.9, 59.9, 60, 90, 3599, 5400, 1e6].map(age_s => ago(age_s))")
+    assert shown == ["0 s", "59 s", "1 min", "1.5 min", "59 min", "1.5 h", "11 d"]
 
 
 def test_acceptance_of_drafts_is_among_the_figures(page: Browser) -> None:
@@ -90,21 +88,19 @@ def test_acceptance_of_drafts_is_among_the_figures(page: Browser) -> None:
     assert found["tokens per step"] == "2.30 with drafts"
 
 
-@pytest.mark.parametrize("oldest_s", [2, 26, 163, 700, 4000, 50000, 1e5, 1e7])
 @pytest.mark.parametrize("width", [600, 1280, 1800])
-def test_time_labels_stand_at_their_times(page: Browser, oldest_s: float, width: int) -> None:
+def test_time_labels_stand_at_their_times(page: Browser, width: int) -> None:
     page.size(width, 900)
     page.run("document.querySelector('#pause').click()")
-    page.run(f"state.memory = [[{oldest_s}, 0, 0, 0, 0], [0, 0, 0, 0, 0]]; showMemory()")
-    labels = page.run(
-        "[...document.querySelectorAll('#chart text')].map(text => [text.textContent, Number(text.getAttribute('x'))])"
-    )
-    times = [(label.split(), place) for label, place in labels if label.endswith("ago")]
-    units = {"s": 1, "min": 60, "h": 3600, "d": 86400}
     chart = page.run("document.querySelector('#chart').clientWidth")
-    assert 1 <= len(times) <= chart / 90
-    for (value, unit, _), place in times:
-        assert (chart - 4 - place) / (chart - 62) * oldest_s == pytest.approx(float(value) * units[unit], rel=1e-6)
+    for oldest_s in (2, 26, 163, 700, 4000, 50000, 1e5, 1e7):
+        page.run(f"state.memory = [[{oldest_s}, 0, 0, 0, 0], [0, 0, 0, 0, 0]]; showMemory()")
+        labels = page.run(f"{LABELS}.map(label => [label.textContent, Number(label.getAttribute('x'))])")
+        times = [(label.split(), place) for label, place in labels if label.endswith("ago")]
+        units = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+        assert 1 <= len(times) <= chart / 90
+        for (value, unit, _), place in times:
+            assert (chart - 4 - place) / (chart - 62) * oldest_s == pytest.approx(float(value) * units[unit], rel=1e-6)
 
 
 def test_a_click_explains_a_request(page: Browser, server: ServerProcess) -> None:
