@@ -3,20 +3,19 @@
 from strandline.cache.tree import Run, Snapshot, child_with_prefix
 
 
-def stubs_that_need(run: Run) -> list[Snapshot]:
-    """Return the stubs whose tokens only the one block of a childless run holds."""
+def snapshots_that_need(run: Run) -> list[Snapshot]:
+    """Return the snapshots of the parent whose tokens only the one block of a childless run holds."""
     parent, key = run.parent, run.first_key
-    if parent is None or not parent.stubs:
+    if parent is None:
         return []
-    others = [other for other, child in parent.children.items() if child is not run]
+    others = [other for other in parent.child_keys if other != key]
     return [
-        stub
-        for stub_key, stub in parent.stubs.items()
-        if key.startswith(stub_key) and not any(other.startswith(stub_key) for other in others)
+        snapshot
+        for snapshot in parent.snapshots_in(run.start_block, key)
+        if snapshot.is_in_child and not any(other.startswith(snapshot.key[1]) for other in others)
     ]
 
 
 def run_of_last_block(snapshot: Snapshot) -> Run | None:
     """Return a run that holds the last block that a snapshot needs."""
-    home, key = snapshot.home, snapshot.stub_key
-    return home if key is None else child_with_prefix(home, key)
+    return child_with_prefix(snapshot.home, snapshot.key[1]) if snapshot.is_in_child else snapshot.home

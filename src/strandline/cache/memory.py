@@ -11,7 +11,7 @@ from typing import Final
 from strandline.cache.announcements import Announces
 from strandline.cache.below import FirstTier
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue, can_evict, resolve
-from strandline.cache.last_blocks import run_of_last_block, stubs_that_need
+from strandline.cache.last_blocks import run_of_last_block, snapshots_that_need
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
@@ -21,7 +21,6 @@ from strandline.cache.stats import MemoryUse
 from strandline.cache.tree import (
     Run,
     Snapshot,
-    child_with_prefix,
     detach_snapshot,
     first_unneeded_block,
     remove_child,
@@ -366,10 +365,9 @@ class CacheMemory:
         above = snapshot_above(snapshot)
         if above is not None:
             self.offer(above)
-        positions = snapshot.home.positions
-        index = bisect_right(positions, snapshot.position)
-        if snapshot.stub_key is None and index < len(positions):
-            self.offer(snapshot.home.snapshots[positions[index]])
+        below = snapshot.home.snapshot_after(snapshot)
+        if below is not None:
+            self.offer(below)
 
     # Evicting
 
@@ -425,8 +423,8 @@ class CacheMemory:
 
         When no snapshot needs that block, evicts further blocks that none needs: ``num_blocks``, or enough for a slot.
         """
-        for position in run.positions[bisect_right(run.positions, (run.end_block - 1) * BLOCK_TOKENS) :]:
-            self.drop_snapshot(run.snapshots[position])
+        for key in run.keys[bisect_right(run.keys, (run.end_block - 1, b"")) :]:
+            self.drop_snapshot(run.snapshots[key])
         num_evicted = max(1, min(max(num_blocks, self._trim_blocks), run.end_block - first_unneeded_block(run)))
         self.num_blocks_evicted += num_evicted
         if num_evicted == len(run.blocks):
@@ -455,24 +453,23 @@ class CacheMemory:
         self._free_indexed(evicted[::-1])
 
     def remove_run(self, run: Run) -> None:
-        """Remove a childless run of one block from the index, and the stubs whose tokens only that block holds."""
-        parent, key = run.parent, run.first_key
+        """Remove a childless run of one block from the index, and the snapshots whose tokens only that block holds."""
+        parent, lost = run.parent, snapshots_that_need(run)
         if self.lower is not None:
             self.lower.demote_blocks(run, 0)
-            for stub in stubs_that_need(run):
-                self.lower.demote_snapshot(stub)
+            for snapshot in lost:
+                self.lower.demote_snapshot(snapshot)
         remove_child(run, ghost_tokens=BLOCK_TOKENS)
         if self.announcer is not None:
             self.announcer.remove_blocks(run, 0)
         self._free_indexed(run.blocks[:])
         if parent is None:
             return
-        for stub_key in [k for k in parent.stubs if key.startswith(k)]:
-            if child_with_prefix(parent, stub_key) is None:
-                self._drop_snapshot(parent.stubs[stub_key])
+        for snapshot in lost:
+            self._drop_snapshot(snapshot)
         self.offer(parent)
-        if parent.positions:
-            self.offer(parent.snapshots[parent.positions[-1]])
+        if num_own := parent.num_own_snapshots:
+            self.offer(parent.snapshots[parent.keys[num_own - 1]])
 
     def _free_indexed(self, blocks: "array[int]") -> None:
         self.revision += 1

@@ -15,7 +15,6 @@ from strandline.cache.tree import (
     Home,
     Run,
     Snapshot,
-    absorb_stubs,
     add_child,
     attach_snapshot,
     child_with_prefix,
@@ -77,9 +76,8 @@ class Publisher:
             self._subsume_tail(run, first_key, blocks[0])
             lease.run = child
         else:
-            absorb_stubs(run, first_key)
-            self._subsume_tail(run, first_key, blocks[0])
             run.append(key, blocks)
+            self._subsume_tail(run, first_key, blocks[0])
         self._memory.own(lease.run, blocks)
         if self._memory.announcer is not None:
             self._memory.announcer.store_blocks(lease.run, lease.salt)
@@ -128,7 +126,7 @@ class Publisher:
         lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
         for cut in reached:
             home = find_home(lease.run, lease.tokens.data, cut.position)
-            if snapshot_at(home, cut.position) is None:
+            if snapshot_at(home) is None:
                 self.publish(lease, cut, home)
             else:
                 self._memory.free_cut(cut)
@@ -143,19 +141,18 @@ class Publisher:
         slot, position, kind = cut.slot, cut.position, cut.kind
         if kind is SnapshotKind.PROBE and lease.transfer is not None:
             kind = SnapshotKind.BRANCH  # a prompt that needs it has proven it
-        run, stub_key = home
-        if stub_key is not None and child_with_prefix(run, stub_key) is None:
-            self.publish_tail(lease, stub_key)
+        run, (num_blocks, rest) = home
+        if rest and num_blocks == run.end_block and child_with_prefix(run, rest) is None:
+            self.publish_tail(lease, rest)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         is_shared = is_on_cached_path and not lease.is_return
         use = Use(self.reuse.now, lease.interarrival_bin)
         windows = cut.windows or lease.windows_before(position)
         snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared, windows)
-        attach_snapshot(run, snapshot, stub_key)
+        attach_snapshot(snapshot, home)
         if self._memory.announcer is not None:
             self._memory.announcer.store(snapshot, lease.salt)
         snapshot.last_tick = self._memory.next_tick()
-        run.evicted_snapshots.pop(position if stub_key is None else stub_key, None)
         self._memory.enter_snapshot(snapshot)
         if lease.transfer is None:
             self._counters.snapshots_taken[kind] += 1

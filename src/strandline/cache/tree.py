@@ -4,12 +4,12 @@ A *run* is a sequence of 64-token blocks without a branch. Its children begin wh
 first block. A *tail* is a childless run of one block with fewer than 64 known tokens. It is removed when a longer run
 with the same beginning is added: no tail's key is a proper prefix of that of a sibling.
 
-A snapshot at a position ``p`` with ``p % 64 == 0`` belongs to the run of the block that ends there. Any other ``p``
-is inside a block. If that block is the first of its run, sibling runs may share the tokens up to ``p``, so the
-snapshot is a *stub* of the parent, keyed by the block's tokens before ``p``; otherwise it belongs to the run. Thus
-a lookup finds it whichever of the siblings matches.
+A snapshot belongs to the run with the last whole block before its position, or to the root, and is keyed by the
+number of whole blocks before it and the tokens after these, fewer than 64. If there are any, the next block of the
+path begins with them: the next one of the run or, after its last, those of one child or of several. Thus a lookup finds
+it whichever of them matches.
 
-Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and stubs are our own.
+Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and the snapshots' keys are our own.
 """
 
 from array import array
@@ -24,6 +24,8 @@ from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
+SnapshotKey = tuple[int, bytes]
+"""The number of whole blocks before a snapshot, and the tokens from there to its position, encoded."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -43,6 +45,7 @@ class Snapshot:
         "is_attached",
         "is_shared",
         "is_superseded",
+        "key",
         "kind",
         "last_push",
         "last_tick",
@@ -52,7 +55,6 @@ class Snapshot:
         "position",
         "replacement",
         "slot",
-        "stub_key",
         "use",
         "windows",
     )
@@ -72,8 +74,7 @@ class Snapshot:
         self.position = position
         self.kind = kind
         self.home: Run
-        self.stub_key: bytes | None = None
-        """The tokens inside its block when it is a stub of ``home``; None when it is within ``home``."""
+        self.key: SnapshotKey
         self.num_readers = num_readers
         """Leases that read its slot in their next step: it is not evicted."""
         self.num_waiters = 0
@@ -107,6 +108,12 @@ class Snapshot:
             self.kind, self.is_superseded = SnapshotKind.PROMPT_END, False
 
     @property
+    def is_in_child(self) -> bool:
+        """Whether it is inside the first block of children of its run."""
+        num_blocks, rest = self.key
+        return bool(rest) and num_blocks == self.home.end_block
+
+    @property
     def num_slots(self) -> int:
         """The slots that it has: one, or none without states."""
         return int(self.slot != NULL_SLOT)
@@ -124,11 +131,11 @@ class Snapshot:
         The tokens after it in its block do not count when they serve no request and no other snapshot, as after the
         eviction of an answer's snapshot: that block is cached for this snapshot alone.
         """
-        run, key = self.home, self.stub_key
-        if key is None:
-            return 1 if run.positions[-1] > self.position else min(len(run.child_keys), 2)
-        index = bisect_left(run.child_keys, key)
-        longer = [other for other in run.child_keys[index : index + 2] if other.startswith(key) and other != key]
+        run, (_, rest) = self.home, self.key
+        if not self.is_in_child:
+            return 1 if run.snapshot_after(self) is not None else min(len(run.child_keys), 2)
+        index = bisect_left(run.child_keys, rest)
+        longer = [other for other in run.child_keys[index : index + 2] if other.startswith(rest) and other != rest]
         return 0 if len(longer) == 1 and _is_kept_for(run.children[longer[0]], self) else len(longer)
 
     def replace(self, evicted: "Snapshot") -> None:
@@ -152,18 +159,17 @@ class Run:
         "hashes",
         "is_live",
         "is_shared",
+        "keys",
         "last_push",
         "last_tick",
         "num_announced",
         "num_users",
         "num_waiters",
         "parent",
-        "positions",
         "replacement",
         "salt",
         "snapshots",
         "start_block",
-        "stubs",
         "tokens",
         "use",
     )
@@ -178,10 +184,9 @@ class Run:
         self.children: dict[bytes, Run] = {}
         self.child_keys: list[bytes] = []
         """The children's keys, sorted."""
-        self.snapshots: dict[int, Snapshot] = {}
-        self.positions: list[int] = []
+        self.snapshots: dict[SnapshotKey, Snapshot] = {}
+        self.keys: list[SnapshotKey] = []
         """The keys of ``snapshots``, sorted."""
-        self.stubs: dict[bytes, Snapshot] = {}
         self.num_users = 0
         """Leases whose path includes this run."""
         self.last_tick = 0
@@ -192,8 +197,8 @@ class Run:
         """The number of its last push onto the eviction queue; 0: it is not there."""
         self.evicted_children: dict[int, int] = {}
         """By hash of an evicted child's first block: how many tokens were cached there."""
-        self.evicted_snapshots: dict[int | bytes, None] = {}
-        """Snapshots evicted here, by position or stub key; an ordered set."""
+        self.evicted_snapshots: dict[SnapshotKey, None] = {}
+        """The keys of snapshots evicted here; an ordered set."""
         self.hashes: list[bytes] = []
         """Hashes of the paths to its blocks, computed as far as events need them."""
         self.num_announced = 0
@@ -224,8 +229,36 @@ class Run:
     def first_key(self) -> bytes:
         return bytes(self.tokens[:BLOCK_KEY_BYTES])
 
+    @property
+    def num_own_snapshots(self) -> int:
+        """How many of its snapshots, in the order of their keys, are no further than the end of its last block."""
+        return bisect_right(self.keys, (self.end_block, b""))
+
+    def snapshot_after(self, snapshot: Snapshot) -> Snapshot | None:
+        """Return the next of its snapshots that is no further than the end of its last block, or None."""
+        index = bisect_right(self.keys, snapshot.key)
+        return self.snapshots[self.keys[index]] if index < self.num_own_snapshots else None
+
+    def snapshots_in(self, num_blocks: int, tokens: bytes) -> "Iterator[Snapshot]":
+        """Yield its snapshots at the start of the block after ``num_blocks``, or inside it, deepest first.
+
+        Args:
+            tokens: what the block begins with, encoded.
+        """
+        end = bisect_right(self.keys, (num_blocks, tokens))
+        while end:
+            key = self.keys[end - 1]
+            if key[0] < num_blocks:
+                return
+            if tokens.startswith(key[1]):
+                yield self.snapshots[key]
+                end -= 1
+            else:
+                num_same = common_tokens(key[1], tokens) * TOKEN_BYTES
+                end = bisect_right(self.keys, (num_blocks, tokens[:num_same]), hi=end - 1)
+
     def append(self, tokens: bytes, blocks: "array[int]") -> None:
-        """Append whole blocks to a run without children."""
+        """Append whole blocks to a run without children but perhaps a tail that these continue."""
         self.tokens += tokens
         self.blocks += blocks
         self.evicted_children.clear()
@@ -244,61 +277,61 @@ def path_to(run: Run) -> tuple[str, bytes]:
     return path[-1].salt, b"".join(node.tokens for node in reversed(path))
 
 
-Home = tuple[Run, bytes | None]
-"""Where a snapshot belongs in the tree: its run, and its key if it is a stub of that run."""
+Home = tuple[Run, SnapshotKey]
+"""Where a snapshot belongs in the tree: its run, and its key there."""
 
 
 def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
     """Return the deepest snapshot above ``snapshot`` on its path, or None."""
-    run, key = snapshot.home, snapshot.stub_key
-    if key is None:
-        if index := bisect_left(run.positions, snapshot.position):
-            return run.snapshots[run.positions[index - 1]]
-    else:
-        stub = longest_stub(run, key[:-TOKEN_BYTES])
-        if stub is not None:
-            return stub
-        if run.positions:
-            return run.snapshots[run.positions[-1]]
-    while run.parent is not None:
-        stub = longest_stub(run.parent, run.first_key[:-TOKEN_BYTES]) if run.parent.stubs else None
-        run = run.parent
-        if stub is not None:
-            return stub
-        if run.positions:
-            return run.snapshots[run.positions[-1]]
-    return None
+    num_blocks, rest = snapshot.key
+    if rest:
+        return deepest_snapshot_on(snapshot.home, num_blocks, rest[:-TOKEN_BYTES])
+    run = snapshot.home
+    if index := bisect_left(run.keys, snapshot.key):
+        return run.snapshots[run.keys[index - 1]]
+    return None if run.parent is None else deepest_snapshot_on(run.parent, run.start_block, run.first_key)
 
 
-def longest_stub(run: Run, key: bytes) -> Snapshot | None:
-    """Return the longest stub of a run that is a prefix of ``key``."""
-    if len(run.stubs) < BLOCK_TOKENS // 4:
-        matching = filter(key.startswith, run.stubs)
-        return run.stubs.get(max(matching, key=len, default=b""))
-    for size in range(len(key), 0, -TOKEN_BYTES):
-        if (stub := run.stubs.get(key[:size])) is not None:
-            return stub
-    return None
+def deepest_snapshot_on(run: Run, num_blocks: int, tokens: bytes) -> Snapshot | None:
+    """Return the deepest snapshot on a path, or None.
+
+    Args:
+        run: the one with its last whole block, or the root.
+        num_blocks: whole blocks of the path.
+        tokens: those after these, encoded.
+    """
+    while True:
+        if run.keys:
+            for snapshot in run.snapshots_in(num_blocks, tokens):
+                return snapshot
+            if index := bisect_left(run.keys, (num_blocks, b"")):
+                return run.snapshots[run.keys[index - 1]]
+        if run.parent is None:
+            return None
+        num_blocks, tokens, run = run.start_block, run.first_key, run.parent
 
 
-def _is_kept_for(run: Run, stub: Snapshot) -> bool:
-    """Return whether a run is one unused block that no snapshot needs but the stub and those above it."""
-    is_needed = run.num_users or run.child_keys or run.positions
-    return len(run.blocks) == 1 and not is_needed and deepest_stub_in(run) is stub
+def _is_kept_for(run: Run, snapshot: Snapshot) -> bool:
+    """Return whether a run is one unused block that no snapshot needs but one inside it and those above that."""
+    is_needed = run.num_users or run.child_keys or run.keys
+    return len(run.blocks) == 1 and not is_needed and deepest_snapshot_in_first_block(run) is snapshot
 
 
 def first_unneeded_block(run: Run) -> int:
     """Return the first block of a childless run that neither a snapshot needs nor any block after it."""
-    if run.positions:
-        return -(-run.positions[-1] // BLOCK_TOKENS)
-    return run.start_block + (deepest_stub_in(run) is not None)
+    if run.keys:
+        num_blocks, rest = run.keys[-1]
+        return num_blocks + bool(rest)
+    return run.start_block + (deepest_snapshot_in_first_block(run) is not None)
 
 
-def deepest_stub_in(run: Run) -> Snapshot | None:
-    """Return the deepest stub whose tokens are a prefix of the run's first block, or None."""
-    if run.parent is None or not run.parent.stubs:
+def deepest_snapshot_in_first_block(run: Run) -> Snapshot | None:
+    """Return the deepest snapshot of the parent that is inside the run's first block, or None."""
+    parent = run.parent
+    if parent is None or not parent.keys:
         return None
-    return longest_stub(run.parent, run.first_key)
+    snapshot = next(parent.snapshots_in(run.start_block, run.first_key), None)
+    return snapshot if snapshot is not None and snapshot.is_in_child else None
 
 
 def split(run: Run, at_block: int) -> Run:
@@ -327,77 +360,46 @@ def split(run: Run, at_block: int) -> Run:
 
 
 def _distribute_snapshots(upper: Run, lower: Run) -> None:
-    """Move each snapshot of a run that was split to the part that it belongs to now."""
-    boundary = upper.end_tokens
-    num_moved = bisect_left(lower.positions, boundary + BLOCK_TOKENS)
-    moved = lower.positions[:num_moved]
-    del lower.positions[:num_moved]
-    for position in moved:
-        snapshot = lower.snapshots.pop(position)
-        if position <= boundary:
-            attach_snapshot(upper, snapshot, None)
-        else:
-            attach_snapshot(upper, snapshot, bytes(lower.tokens[: (position - boundary) * TOKEN_BYTES]))
-    for ghost in [g for g in lower.evicted_snapshots if isinstance(g, int) and g <= boundary]:
+    """Move to the upper part of a run that was split the snapshots that belong to it now."""
+    num_upper = bisect_left(lower.keys, (lower.start_block + 1, b""))
+    upper.keys, lower.keys = lower.keys[:num_upper], lower.keys[num_upper:]
+    for key in upper.keys:
+        snapshot = upper.snapshots[key] = lower.snapshots.pop(key)
+        snapshot.home = upper
+    for ghost in [ghost for ghost in lower.evicted_snapshots if ghost[0] <= lower.start_block]:
         del lower.evicted_snapshots[ghost]
         upper.evicted_snapshots[ghost] = None
 
 
-def absorb_stubs(run: Run, key: bytes) -> None:
-    """Turn the stubs of a run into its own snapshots before the block ``key``, which continues them, is appended."""
-    for stub_key, snapshot in run.stubs.items():
-        if not key.startswith(stub_key):
-            raise CacheInvariantError(f"the block after {run.end_tokens} does not continue the stub there")
-        attach_snapshot(run, snapshot, None)
-    run.stubs.clear()
-    for ghost in [g for g in run.evicted_snapshots if isinstance(g, bytes)]:
-        del run.evicted_snapshots[ghost]
-        if key.startswith(ghost):
-            run.evicted_snapshots[run.end_tokens + len(ghost) // TOKEN_BYTES] = None
-
-
-def attach_snapshot(home: Run, snapshot: Snapshot, stub_key: bytes | None) -> None:
-    """Attach a snapshot to a run: as a stub when ``stub_key`` is given, else at its position."""
-    snapshot.home, snapshot.stub_key, snapshot.is_attached = home, stub_key, True
-    if stub_key is None:
-        home.snapshots[snapshot.position] = snapshot
-        insort(home.positions, snapshot.position)
-    else:
-        home.stubs[stub_key] = snapshot
+def attach_snapshot(snapshot: Snapshot, home: Home) -> None:
+    """Attach a snapshot to the tree."""
+    run, key = home
+    snapshot.home, snapshot.key, snapshot.is_attached = run, key, True
+    run.snapshots[key] = snapshot
+    insort(run.keys, key)
+    run.evicted_snapshots.pop(key, None)
 
 
 def detach_snapshot(snapshot: Snapshot) -> None:
-    """Detach a snapshot from the tree; its run remembers the position, to explain misses."""
-    home, key = snapshot.home, snapshot.stub_key
-    if key is None:
-        del home.snapshots[snapshot.position]
-        home.positions.remove(snapshot.position)
-    else:
-        del home.stubs[key]
+    """Detach a snapshot from the tree; its run remembers the key, to explain misses."""
+    run, key = snapshot.home, snapshot.key
+    del run.snapshots[key], run.keys[bisect_left(run.keys, key)]
     snapshot.is_attached = False
-    _remember(home.evicted_snapshots, snapshot.position if key is None else key, None)
+    _remember(run.evicted_snapshots, key, None)
 
 
 def find_home(run: Run, data: bytearray, position: int) -> Home:
-    """Return the run and the stub key of a snapshot at ``position`` on the path that ends with ``run``."""
-    inside = position % BLOCK_TOKENS
-    block = position // BLOCK_TOKENS if inside else position // BLOCK_TOKENS - 1
-    node = run
-    while node.start_block > block and node.parent is not None:
-        node = node.parent
-    start = position - inside
-    stub_key = bytes(data[start * TOKEN_BYTES : position * TOKEN_BYTES])
-    if block >= node.end_block:
-        return node, stub_key
-    if inside and block == node.start_block and node.parent is not None:
-        return node.parent, stub_key
-    return node, None
+    """Return where a snapshot at a position of the path that ends with ``run`` belongs."""
+    num_blocks = position // BLOCK_TOKENS
+    while run.start_block >= num_blocks and run.parent is not None:
+        run = run.parent
+    return run, (num_blocks, bytes(data[num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES]))
 
 
-def snapshot_at(home: Home, position: int) -> Snapshot | None:
-    """Return the snapshot at a position whose home is ``find_home``'s result, or None."""
-    run, stub_key = home
-    return run.snapshots.get(position) if stub_key is None else run.stubs.get(stub_key)
+def snapshot_at(home: Home) -> Snapshot | None:
+    """Return the snapshot that belongs somewhere in the tree, or None."""
+    run, key = home
+    return run.snapshots.get(key)
 
 
 def add_child(parent: Run, child: Run) -> None:
@@ -413,8 +415,8 @@ def add_child(parent: Run, child: Run) -> None:
 def remove_child(child: Run, *, ghost_tokens: int) -> None:
     """Unlink a childless run; its parent remembers that ``ghost_tokens`` tokens were cached there, unless 0."""
     parent = child.parent
-    if parent is None or child.children or child.stubs:
-        raise CacheInvariantError(f"the run at block {child.start_block} still carries children or stubs")
+    if parent is None or child.children or child.keys:
+        raise CacheInvariantError(f"the run at block {child.start_block} still carries children or snapshots")
     key = child.first_key
     del parent.children[key]
     del parent.child_keys[bisect_left(parent.child_keys, key)]

@@ -3,11 +3,11 @@
 A walk compares one run at a time (one ``memcmp``), so its cost depends on the branches of the path, not on its length.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from strandline.cache.tree import Run, Snapshot, longest_stub
+from strandline.cache.tree import Run, Snapshot, deepest_snapshot_on
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
@@ -85,36 +85,29 @@ def common_blocks(tokens: bytearray, data: bytes | bytearray, offset: int, end: 
 
 def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
     """Return the deepest snapshot on the walked path, or None. Changes nothing."""
-    for run in end.run.ancestry():
-        is_whole = run is not end.run or end.num_blocks == run.end_block
-        stub = _stub_after(run, data) if is_whole and run.stubs else None
-        if stub is not None:
-            return stub
-        if index := bisect_right(run.positions, end.kv_tokens):
-            return run.snapshots[run.positions[index - 1]]
-    return None
+    partial = data[end.num_blocks * BLOCK_KEY_BYTES : end.kv_tokens * TOKEN_BYTES]
+    return deepest_snapshot_on(end.run, end.num_blocks, bytes(partial))
 
 
 def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
     """Yield the deepest snapshot before each branch of the path to the end of ``run``, deepest first."""
     for node in run.ancestry():
-        if len(node.child_keys) > 1:
-            stub = _stub_after(node, data)
-            while stub is not None and _num_children_with_prefix(node, key := stub.stub_key or b"") < 2:
-                stub = longest_stub(node, key[:-TOKEN_BYTES])
-            if stub is not None:
-                yield stub
-            elif node.positions:
-                yield node.snapshots[node.positions[-1]]
+        if len(node.child_keys) > 1 and (snapshot := _before_branch(node, data)) is not None:
+            yield snapshot
+
+
+def _before_branch(run: Run, data: bytearray) -> Snapshot | None:
+    """Return a run's deepest snapshot that several of its children continue, one of which the data does."""
+    offset = run.end_block * BLOCK_KEY_BYTES
+    after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
+    for snapshot in run.snapshots_in(run.end_block, after):
+        if _num_children_with_prefix(run, snapshot.key[1]) > 1:
+            return snapshot
+    num_own = run.num_own_snapshots
+    return run.snapshots[run.keys[num_own - 1]] if num_own else None
 
 
 def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
     """Count the children whose first block begins with ``prefix``, up to two."""
     index = bisect_left(run.child_keys, prefix)
     return sum(key.startswith(prefix) for key in run.child_keys[index : index + 2])
-
-
-def _stub_after(run: Run, data: bytearray) -> Snapshot | None:
-    """Return the stub of ``run`` whose key is the longest prefix of the data that follows the run."""
-    offset = run.end_block * BLOCK_KEY_BYTES
-    return longest_stub(run, bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES]))

@@ -203,7 +203,7 @@ class Favourites:
         run = entry.home if isinstance(entry, Snapshot) else entry
         while run.parent is not None and run.parent.parent is not None:
             run = run.parent
-        key = bytes(run.tokens) or (entry.stub_key or b"" if isinstance(entry, Snapshot) else b"")
+        key = bytes(run.tokens) or (entry.key[1] if isinstance(entry, Snapshot) else b"")
         return float(int.from_bytes(key[:4], "big") in self.dear)
 
 

@@ -1,6 +1,7 @@
 """Every token that is not hit has one reason, and each reason can be had on its own."""
 
 from strandline.cache.eviction import Entry
+from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.miss_reasons import MAX_OTHER_SALTS
 from strandline.cache.policy.resume_rules import AtTokens
 from strandline.cache.policy.worth import LeastRecentlyUsed
@@ -51,6 +52,16 @@ def test_cached_kv_without_a_snapshot_is_reported_as_no_snapshot() -> None:
         Miss(Reason.NO_SNAPSHOT, 0, 150),
         Miss(Reason.DIVERGED, 150, 151),
     )
+
+
+def test_evicted_snapshot_is_remembered_after_its_run_was_split_before_it() -> None:
+    driver = Driver()
+    driver.serve(prompt(94))
+    driver.serve(prompt(200))
+    for _, _, snapshot in list(published_snapshots(driver.cache)):
+        driver.cache.internals().memory.drop_snapshot(snapshot)
+    driver.serve([*prompt(64), 1, 2, 3])
+    assert misses(driver.lookup([*prompt(100), 1]))[0] == Miss(Reason.SNAPSHOT_EVICTED, 64, 100)
 
 
 def test_snapshot_evicted() -> None:

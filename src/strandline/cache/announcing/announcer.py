@@ -24,8 +24,6 @@ from strandline.records.cache_events import (
     SnapshotRemoved,
     SnapshotStored,
 )
-from strandline.records.path_hashes import num_blocks_before
-from strandline.records.tokens import TOKEN_BYTES
 
 
 def take_events(cache: PrefixCache) -> list[CacheEvent]:
@@ -167,27 +165,18 @@ class Announcer:
 
 def _num_above_snapshots(run: Run) -> int:
     """Return how many of a run's blocks have a snapshot at their end or below."""
-    if run.stubs or any(child.num_announced for child in run.children.values()):
+    if any(child.num_announced for child in run.children.values()):
         return len(run.blocks)
-    return run.positions[-1] // BLOCK_TOKENS - run.start_block if run.positions else 0
+    return run.keys[-1][0] - run.start_block if run.keys else 0
 
 
 def _state_of(run: Run, salt: str) -> Iterator[CacheEvent]:
     """Yield what is announced of a run itself."""
     if run.num_announced:
         yield from path_stored([(run, 0, run.num_announced)], salt)
-    for snapshot in (*run.snapshots.values(), *run.stubs.values()):
+    for snapshot in run.snapshots.values():
         yield _snapshot_stored(snapshot, salt)
 
 
 def _snapshot_stored(snapshot: Snapshot, salt: str) -> SnapshotStored:
-    num_before = num_blocks_before(snapshot.position)
-    before = hash_after(snapshot.home, num_before, salt)
-    rest = snapshot.stub_key
-    if rest is None:
-        start = snapshot.home.start_block * BLOCK_TOKENS
-        tokens = snapshot.home.tokens
-        rest = bytes(
-            tokens[(num_before * BLOCK_TOKENS - start) * TOKEN_BYTES : (snapshot.position - start) * TOKEN_BYTES]
-        )
-    return snapshot_stored(before, rest, snapshot.position, salt)
+    return snapshot_stored(snapshot.home, snapshot.key, salt)

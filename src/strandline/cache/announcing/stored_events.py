@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
+from strandline.cache.tree import SnapshotKey
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import BlocksStored, SnapshotStored
 from strandline.records.path_hashes import block_hashes, masked_tokens, num_blocks_before, root_hash, snapshot_hash
@@ -79,13 +80,19 @@ def blocks_stored(hashes: Sequence[bytes], before: bytes | None, tokens: bytes, 
         before = part[-1]
 
 
-def snapshot_stored(before: bytes, tokens: bytes, position: int, salt: str) -> SnapshotStored:
+def snapshot_stored(run: HashedRun, key: SnapshotKey, salt: str) -> SnapshotStored:
     """Return the event of a snapshot.
 
     Args:
-        before: the hash of the ``num_blocks_before(position)`` blocks before it, or the root's.
-        tokens: the encoded ones from there to its position.
+        run: the one that it belongs to.
     """
+    num_blocks, tokens = key
+    position = num_blocks * BLOCK_TOKENS + len(tokens) // TOKEN_BYTES
+    num_before = num_blocks_before(position)
+    if num_before < num_blocks:
+        start = (num_before - run.start_block) * BLOCK_KEY_BYTES
+        tokens = bytes(run.tokens[start : start + BLOCK_KEY_BYTES])
+    before = hash_after(run, num_before, salt)
     path_hash = snapshot_hash(before, tokens)
     shown = masked_tokens(path_hash, len(tokens) // TOKEN_BYTES) if salt else tokens
-    return SnapshotStored(path_hash, position, before if num_blocks_before(position) else None, shown)
+    return SnapshotStored(path_hash, position, before if num_before else None, shown)

@@ -4,6 +4,7 @@ An ``Account`` counts the missed tokens by reason. An ``Explanation`` adds the c
 diverges, and whether it continues like one of them a little later. Changes nothing.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -159,18 +160,16 @@ def _continuations(end: Walk, data: bytearray, position: int) -> Iterator[_Conti
 def _next_snapshot(end: Walk, continuations: list[_Continuation], data: bytearray, position: int) -> int | None:
     """Return the position of the first snapshot after ``position`` on the cached continuations, or None."""
     found = [
-        each
-        for continuation in continuations
-        for each in (*continuation.run.positions, *_stub_positions(continuation.run, b""))
+        run.snapshots[key].position
+        for run in (continuation.run for continuation in continuations)
+        for key in run.keys[: run.num_own_snapshots + MAX_CHILDREN]
     ]
     if end.num_blocks == end.run.end_block:
-        found += _stub_positions(end.run, bytes(data[end.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES]))
+        run, shared = end.run, bytes(data[end.num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES])
+        first = bisect_left(run.keys, (end.num_blocks, shared))
+        keys = (key for key in run.keys[first : first + MAX_CHILDREN] if key[1].startswith(shared))
+        found += [run.snapshots[key].position for key in keys]
     return min((each for each in found if each > position), default=None)
-
-
-def _stub_positions(run: Run, prefix: bytes) -> list[int]:
-    newest = islice(reversed(run.stubs.items()), MAX_CHILDREN)
-    return [stub.position for key, stub in newest if key.startswith(prefix)]
 
 
 def _newest_children(run: Run) -> list[Run]:

@@ -41,7 +41,7 @@ def check(checked: PrefixCache) -> None:
     runs = [run for root in cache.index.roots.values() for run in runs_below(root)]
     for run in runs:
         _check_run(run)
-    snapshots = [snapshot for run in runs for snapshot in chain(run.snapshots.values(), run.stubs.values())]
+    snapshots = [snapshot for run in runs for snapshot in run.snapshots.values()]
     if isinstance(cache.memory.announcer, Announcer):
         _check_announced(cache.memory.announcer, runs, cache.index.roots)
     _check_users(cache, runs)
@@ -75,7 +75,7 @@ def _check_run(run: Run) -> None:
         _check_children(run)
     if run.parent is not None and len(run.tokens) != len(run.blocks) * BLOCK_KEY_BYTES and not run.is_tail:
         raise _wrong(run, f"{len(run.tokens)} key bytes")
-    if run.positions or run.snapshots or run.stubs:
+    if run.keys or run.snapshots:
         _check_snapshots(run)
 
 
@@ -97,22 +97,27 @@ def _check_children(run: Run) -> None:
 
 
 def _check_snapshots(run: Run) -> None:
-    if run.positions != sorted(run.snapshots):
-        raise _wrong(run, "positions out of order")
-    for position, snapshot in run.snapshots.items():
-        if not (run.start_block + 1) * BLOCK_TOKENS <= position <= run.end_tokens:
-            raise _wrong(run, f"snapshot at {position} belongs elsewhere")
-        if snapshot.home is not run or not snapshot.is_attached:
-            raise _wrong(run, f"snapshot at {position} detached")
-    if run.stubs and run.parent is not None and run.is_tail:
-        raise _wrong(run, "a tail with stubs")
-    for key, snapshot in run.stubs.items():
-        if child_with_prefix(run, key) is None:
-            raise _wrong(run, f"stub at {snapshot.position} has no KV")
-        if snapshot.position != run.end_tokens + len(key) // TOKEN_BYTES:
-            raise _wrong(run, f"stub at {snapshot.position}")
-        if snapshot.home is not run or snapshot.stub_key != key or not snapshot.is_attached:
-            raise _wrong(run, f"stub at {snapshot.position} detached")
+    if run.keys != sorted(run.snapshots):
+        raise _wrong(run, "keys of snapshots out of order")
+    if run.parent is not None and run.is_tail:
+        raise _wrong(run, "a tail with snapshots")
+    for key, snapshot in run.snapshots.items():
+        num_blocks, rest = key
+        if snapshot.position != num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES:
+            raise _wrong(run, f"snapshot at {snapshot.position} has the key of another position")
+        if not (run.start_block < num_blocks or run.parent is None) or num_blocks > run.end_block:
+            raise _wrong(run, f"snapshot at {snapshot.position} belongs elsewhere")
+        if snapshot.home is not run or snapshot.key != key or not snapshot.is_attached:
+            raise _wrong(run, f"snapshot at {snapshot.position} detached")
+        if not _continues_with(run, num_blocks, rest):
+            raise _wrong(run, f"snapshot at {snapshot.position} has no KV")
+
+
+def _continues_with(run: Run, num_blocks: int, tokens: bytes) -> bool:
+    """Return whether a block follows the block before ``num_blocks`` that begins with some tokens."""
+    if num_blocks < run.end_block:
+        return run.tokens.startswith(tokens, (num_blocks - run.start_block) * BLOCK_KEY_BYTES)
+    return not tokens or child_with_prefix(run, tokens) is not None
 
 
 def _check_announced(announcer: Announcer, runs: list[Run], roots: dict[str, Run]) -> None:
@@ -261,7 +266,7 @@ def _check_lease(lease: Lease) -> None:
         _require(lease.source.position == lease.computed, f"{name}: resumes from a snapshot of another position")
         if lease.source.is_attached:
             home, key = find_home(lease.run, lease.tokens.data, lease.computed)
-            _require((home, key) == (lease.source.home, lease.source.stub_key), f"{name}: snapshot of another path")
+            _require((home, key) == (lease.source.home, lease.source.key), f"{name}: snapshot of another path")
 
 
 def _check_tree(loads: Loads) -> None:

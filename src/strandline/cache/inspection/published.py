@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from strandline.cache.core import PrefixCache
 from strandline.cache.tree import Run, Snapshot
-from strandline.records.tokens import TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 def published_snapshots(cache: PrefixCache) -> Iterator[tuple[str, bytes, Snapshot]]:
@@ -20,8 +20,6 @@ def _snapshots_below(root: Run) -> Iterator[tuple[bytes, Snapshot]]:
     while waiting:
         run, prefix = waiting.pop()
         tokens = prefix + bytes(run.tokens)
-        for position, snapshot in run.snapshots.items():
-            yield tokens[: position * TOKEN_BYTES], snapshot
-        for stub_key, snapshot in run.stubs.items():
-            yield tokens + stub_key, snapshot
+        for (num_blocks, rest), snapshot in run.snapshots.items():
+            yield tokens[: num_blocks * BLOCK_KEY_BYTES] + rest, snapshot
         waiting.extend((child, tokens) for child in run.children.values())

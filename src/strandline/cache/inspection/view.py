@@ -56,9 +56,9 @@ class _TreeExcerpt:
         self._indices: dict[Run, int] = {}
         self._digests: dict[Run, bytes] = {}
         self._num_shown_below: dict[Run, int] = {}
-        self._stubs_on: dict[Run, list[Snapshot]] = {}
-        """By child: stubs that only this child continues, which are shown with it."""
-        self._num_stub_visits = MAX_VISITED_RUNS // 2
+        self._in_first_block: dict[Run, list[Snapshot]] = {}
+        """By run: its parent's snapshots that only this run continues, which are shown with it."""
+        self._num_snapshot_visits = MAX_VISITED_RUNS // 2
         self._now = 0
         self._readers: dict[Snapshot, list[RequestId]] = {}
         for lease in leases:
@@ -104,9 +104,10 @@ class _TreeExcerpt:
         parts_at = _common_with_siblings(run, parent, first)
         beginning = run.tokens[: (parts_at + EXCERPT_TOKENS) * TOKEN_BYTES]
         lead = b"" if parent is None else parent.tokens[-BEFORE_TOKENS * TOKEN_BYTES :]
-        own = self._stubs_on.get(run, []) + [run.snapshots[p] for p in run.positions[-MAX_SNAPSHOTS_PER_RUN:]]
-        num_snapshots = len(own) - min(len(run.positions), MAX_SNAPSHOTS_PER_RUN) + len(run.positions)
-        shared, num_unvisited = self._assign_stubs(run)
+        own_keys = run.keys[: run.num_own_snapshots]
+        own = self._in_first_block.get(run, []) + [run.snapshots[key] for key in own_keys[-MAX_SNAPSHOTS_PER_RUN:]]
+        num_snapshots = len(own) - min(len(own_keys), MAX_SNAPSHOTS_PER_RUN) + len(own_keys)
+        shared, num_unvisited = self._assign_to_children(run)
         shown = sorted(own + shared, key=lambda snapshot: snapshot.position)[-MAX_SNAPSHOTS_PER_RUN:]
         start = run.start_block * BLOCK_TOKENS
         return RunView(
@@ -125,19 +126,24 @@ class _TreeExcerpt:
             num_children_left_out=len(run.children) - self._num_shown_below[run],
         )
 
-    def _assign_stubs(self, run: Run) -> tuple[list[Snapshot], int]:
-        """Assign stubs to the only child that continues them; return the others, and how many were not visited."""
+    def _assign_to_children(self, run: Run) -> tuple[list[Snapshot], int]:
+        """Assign the snapshots after a run's last block to the only child that continues them.
+
+        Returns:
+            Those that several children continue, and how many were not visited.
+        """
         shared = []
-        visited = list(islice(reversed(run.stubs.items()), self._num_stub_visits))
-        self._num_stub_visits -= len(visited)
-        for key, stub in visited:
-            index = bisect_left(run.child_keys, key)
-            continued_by = [child for child in run.child_keys[index : index + 2] if child.startswith(key)]
+        keys = run.keys[run.num_own_snapshots :]
+        visited = keys[: self._num_snapshot_visits]
+        self._num_snapshot_visits -= len(visited)
+        for key in visited:
+            index = bisect_left(run.child_keys, key[1])
+            continued_by = [child for child in run.child_keys[index : index + 2] if child.startswith(key[1])]
             if len(continued_by) == 1:
-                self._stubs_on.setdefault(run.children[continued_by[0]], []).append(stub)
+                self._in_first_block.setdefault(run.children[continued_by[0]], []).append(run.snapshots[key])
             else:
-                shared.append(stub)
-        return shared, len(run.stubs) - len(visited)
+                shared.append(run.snapshots[key])
+        return shared, len(keys) - len(visited)
 
     def _snapshot(self, snapshot: Snapshot) -> SnapshotView:
         readers = tuple(self._readers.get(snapshot, ()))

@@ -151,14 +151,11 @@ def _lost_snapshot(match: Match, data: bytearray) -> bool:
     """Return whether a snapshot deeper than the hit was evicted on the matched path."""
     end, hit = match.end, match.position
     for run in end.run.ancestry():
-        if run.end_tokens <= end.kv_tokens:
-            offset = run.end_tokens * TOKEN_BYTES
-            after = bytes(data[offset : offset + BLOCK_KEY_BYTES])
-            stubs = [ghost for ghost in run.evicted_snapshots if isinstance(ghost, bytes) and after.startswith(ghost)]
-            if any(run.end_tokens + len(stub) // TOKEN_BYTES > hit for stub in stubs):
+        for num_blocks, rest in run.evicted_snapshots:
+            position = num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES
+            is_on_path = num_blocks <= end.num_blocks and data.startswith(rest, num_blocks * BLOCK_KEY_BYTES)
+            if is_on_path and position > hit:
                 return True
-        if any(isinstance(ghost, int) and hit < ghost <= end.kv_tokens for ghost in run.evicted_snapshots):
-            return True
         if run.end_tokens <= hit:
             return False
     return False

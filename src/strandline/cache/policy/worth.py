@@ -5,7 +5,7 @@ from typing import Final, Protocol
 
 from strandline.cache.eviction import Entry
 from strandline.cache.policy.outcomes import next_bin_edge
-from strandline.cache.tree import Run, Snapshot, deepest_stub_in
+from strandline.cache.tree import Run, Snapshot, deepest_snapshot_in_first_block
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
@@ -139,7 +139,7 @@ class ReuseRate:
 
 def _needed_snapshot(run: Run) -> Snapshot | None:
     """Return the deepest snapshot that needs the last block of a childless run, or None."""
-    if run.positions:
-        last = run.positions[-1]
-        return run.snapshots[last] if last > (run.end_block - 1) * BLOCK_TOKENS else None
-    return deepest_stub_in(run) if len(run.blocks) == 1 else None
+    if run.keys:
+        last = run.keys[-1]
+        return run.snapshots[last] if last > (run.end_block - 1, b"") else None
+    return deepest_snapshot_in_first_block(run) if len(run.blocks) == 1 else None

@@ -62,7 +62,7 @@ class LeasedSnapshots:
         if resumable_end(lease.tokens.data, position) < position:
             return None  # it is inside a picture, where nothing resumes
         home = find_home(lease.run, lease.tokens.data, position)
-        return home if snapshot_at(home, position) is None else None
+        return home if snapshot_at(home) is None else None
 
     def keeps(self, kind: SnapshotKind) -> bool:
         """Whether a lease's own state becomes a snapshot of this kind."""

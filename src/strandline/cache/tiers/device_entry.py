@@ -10,7 +10,7 @@ from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_SLOT, BlockId, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import SnapshotCopy, StoredPath
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.tokens import TOKEN_BYTES
 
 
 class Sources(NamedTuple):
@@ -56,19 +56,17 @@ def device_entry(entry: Snapshot | Run) -> DeviceEntry:
         raise CacheInvariantError(f"the snapshot at {entry.position} has no block")
     salt, data = path_to(run)
     data = data[: entry.position * TOKEN_BYTES]
-    copy = device_copy(entry, data[entry.position // BLOCK_TOKENS * BLOCK_KEY_BYTES :])
-    return DeviceEntry(copy, salt, data, run, entry.slot, entry.windows)
+    return DeviceEntry(device_copy(entry), salt, data, run, entry.slot, entry.windows)
 
 
-def device_copy(entry: Snapshot | Run, key: bytes = b"", *, kept: int = 0) -> Copy:
+def device_copy(entry: Snapshot | Run, *, kept: int = 0) -> Copy:
     """Return an entry as a tier would store it.
 
     Args:
-        key: the tokens between the end of the last whole block before it and its position, encoded.
         kept: number of blocks that a run retains.
     """
     if isinstance(entry, Run):
-        end, num_tokens = TierSnapshot(entry.end_tokens, key), (len(entry.blocks) - kept) * BLOCK_TOKENS
+        end, num_tokens = TierSnapshot(entry.end_tokens, b""), (len(entry.blocks) - kept) * BLOCK_TOKENS
         return Copy(end, SnapshotKind.GENERATION_END, entry.use, num_tokens, is_shared=entry.is_shared)
     flags = entry.is_shared, entry.is_superseded, entry.num_continuations > 0
-    return Copy(TierSnapshot(entry.position, key), entry.kind, entry.use, entry.saved_tokens, *flags)
+    return Copy(TierSnapshot(entry.position, entry.key[1]), entry.kind, entry.use, entry.saved_tokens, *flags)

@@ -101,7 +101,7 @@ class DeviceTarget:
     def _inherit(self, copy: Copy) -> None:
         """Continue what a tier knows of the use of the snapshot that is loaded."""
         lease = self.lease
-        snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed), lease.computed)
+        snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed))
         if snapshot is not None:
             snapshot.use, snapshot.is_shared, snapshot.is_superseded = copy.use, copy.is_shared, copy.is_superseded
             self._cache.memory.offer(snapshot)

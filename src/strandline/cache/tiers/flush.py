@@ -70,6 +70,6 @@ def _entries(index: PrefixIndex, *, has_snapshots: bool) -> Iterator[Snapshot | 
     """Yield the snapshots of the device or, without snapshots, the runs of whole blocks that paths end with."""
     for run in chain.from_iterable(map(runs_below, reversed(index.roots.values()))):
         if has_snapshots:
-            yield from (*run.snapshots.values(), *run.stubs.values())
+            yield from run.snapshots.values()
         elif run.parent is not None and not run.is_tail and all(child.is_tail for child in run.children.values()):
             yield run

@@ -368,4 +368,4 @@ def _lacking(root: Run, data: bytearray, offer: Offer) -> _Lacking | None:
 
 def _is_cached(end: Walk, data: bytearray, position: int) -> bool:
     """Return whether the device has the snapshot at a position of a walked path."""
-    return position <= end.kv_tokens and snapshot_at(find_home(end.run, data, position), position) is not None
+    return position <= end.kv_tokens and snapshot_at(find_home(end.run, data, position)) is not None

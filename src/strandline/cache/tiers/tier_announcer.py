@@ -14,8 +14,6 @@ from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot, TierTree
 from strandline.cache.traversal import runs_below
 from strandline.errors import CacheInvariantError
 from strandline.records.cache_events import BlocksRemoved, CacheEvent, SnapshotRemoved, SnapshotStored
-from strandline.records.path_hashes import num_blocks_before
-from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class TierAnnouncer:
@@ -85,12 +83,8 @@ class TierAnnouncer:
 
 def _snapshot_event(demoted: TierSnapshot, salt: str) -> SnapshotStored:
     """Return the event of a snapshot of the tree."""
-    run, depth, tokens = demoted.run, num_blocks_before(demoted.position), demoted.key
-    if run is None:
+    if demoted.run is None:
         raise CacheInvariantError(f"the demoted snapshot at {demoted.position} is announced, but not in the tree")
-    if depth < demoted.num_blocks:
-        start = (depth - run.start_block) * BLOCK_KEY_BYTES
-        tokens = bytes(run.tokens[start : start + BLOCK_KEY_BYTES])
-    event = snapshot_stored(hash_after(run, depth, salt), tokens, demoted.position, salt)
+    event = snapshot_stored(demoted.run, (demoted.num_blocks, demoted.key), salt)
     demoted.path_hash = event.path_hash
     return event

@@ -10,9 +10,9 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.tiers.tier_tree import Column
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
-from strandline.ids import NO_ADDRESS
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import TokenBuffer
+from strandline.records.tokens import TOKEN_BYTES, TokenBuffer
 from tests.cpu.cache.device import runs
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt
@@ -26,7 +26,7 @@ class Scene:
         driver = Driver(40, 5, emits_events=True)
         self.cache = driver.cache
         self.memory = driver.cache.internals().memory
-        driver.serve(prompt(256))
+        driver.serve(prompt(200))
         driver.serve(prompt(300))
         self.lease: Lease = driver.admit(prompt(150) + prompt(80, 5000))
         driver.prefill(self.lease)
@@ -36,7 +36,7 @@ class Scene:
         self.run: Run = self.lease.run
         self.idle = next(run for run in runs(self.cache) if run.num_users == 0 and not run.is_tail)
         self.snapshots = [snapshot for _, _, snapshot in published_snapshots(self.cache)]
-        self.stub: Snapshot = next(s for s in self.snapshots if s.stub_key is not None and s.home is self.upper)
+        self.branch: Snapshot = next(s for s in self.snapshots if s.is_in_child and s.home is self.upper)
         self.idle_snapshot = next(s for s in self.snapshots if s.num_readers == 0)
 
 
@@ -67,12 +67,12 @@ def share_a_block(scene: Scene) -> None:
 
 def share_a_slot(scene: Scene) -> None:
     scene.cache.internals().allocator.free_slot(scene.idle_snapshot.slot)
-    scene.idle_snapshot.slot = scene.stub.slot
+    scene.idle_snapshot.slot = scene.branch.slot
 
 
 def write_to_a_published_slot(scene: Scene) -> None:
     scene.cache.internals().allocator.free_slot(scene.lease.dst)
-    scene.lease.dst = scene.stub.slot
+    scene.lease.dst = scene.branch.slot
 
 
 def miscount_blocks(scene: Scene) -> None:
@@ -92,7 +92,7 @@ def miscount_users(scene: Scene) -> None:
 
 
 def miscount_readers(scene: Scene) -> None:
-    scene.stub.num_readers += 1
+    scene.branch.num_readers += 1
 
 
 def miscount_waiters(scene: Scene) -> None:
@@ -140,30 +140,39 @@ def publish_too_little(scene: Scene) -> None:
 
 
 def misplace_a_snapshot(scene: Scene) -> None:
-    snapshot = next(s for s in scene.snapshots if s.stub_key is None)
-    del snapshot.home.snapshots[snapshot.position]
-    snapshot.home.snapshots[snapshot.position + 1000] = snapshot
-    snapshot.home.positions[:] = sorted(snapshot.home.snapshots)
+    move_snapshot(scene.idle_snapshot, scene.idle_snapshot.key[0] + 1000, scene.idle_snapshot.key[1])
 
 
-def forget_a_position(scene: Scene) -> None:
-    snapshot = next(s for s in scene.snapshots if s.stub_key is None)
-    snapshot.home.positions.clear()
+def move_snapshot(snapshot: Snapshot, num_blocks: int, rest: bytes) -> None:
+    home = snapshot.home
+    del home.snapshots[snapshot.key]
+    snapshot.key = num_blocks, rest
+    home.snapshots[snapshot.key] = snapshot
+    home.keys[:] = sorted(home.snapshots)
+    snapshot.position = num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES
+
+
+def forget_a_key(scene: Scene) -> None:
+    scene.idle_snapshot.home.keys.clear()
 
 
 def detach_a_snapshot(scene: Scene) -> None:
-    next(s for s in scene.snapshots if s.stub_key is None).is_attached = False
+    scene.idle_snapshot.is_attached = False
 
 
-def orphan_a_stub(scene: Scene) -> None:
-    key = scene.stub.stub_key or b""
-    wrong = key[:-1] + bytes([key[-1] ^ 1])
-    scene.upper.stubs[wrong] = scene.upper.stubs.pop(key)
-    scene.stub.stub_key = wrong
+def orphan_a_snapshot_between_children(scene: Scene) -> None:
+    num_blocks, rest = scene.branch.key
+    move_snapshot(scene.branch, num_blocks, rest[:-1] + bytes([rest[-1] ^ 1]))
 
 
-def mislabel_a_stub(scene: Scene) -> None:
-    scene.stub.position += 1
+def orphan_a_snapshot_inside_a_run(scene: Scene) -> None:
+    inside = next(s for s in scene.snapshots if s.key[1] and not s.is_in_child)
+    num_blocks, rest = inside.key
+    move_snapshot(inside, num_blocks, rest[:-1] + bytes([rest[-1] ^ 1]))
+
+
+def mislabel_a_snapshot(scene: Scene) -> None:
+    scene.branch.position += 1
 
 
 def resume_from_another_position(scene: Scene) -> None:
@@ -236,10 +245,11 @@ FAULTS: list[Callable[[Scene], None]] = [
     change_a_table,
     publish_too_little,
     misplace_a_snapshot,
-    forget_a_position,
+    forget_a_key,
     detach_a_snapshot,
-    orphan_a_stub,
-    mislabel_a_stub,
+    orphan_a_snapshot_between_children,
+    orphan_a_snapshot_inside_a_run,
+    mislabel_a_snapshot,
     resume_from_another_position,
     read_another_slot,
     call_an_idle_run_live,

@@ -33,7 +33,7 @@ def fingerprint(cache: PrefixCache) -> list[Any]:
         found.append(
             (run.last_tick, run.num_users, bytes(run.tokens), list(run.child_keys), list(run.evicted_snapshots))
         )
-        snapshots = [*run.snapshots.values(), *run.stubs.values()]
+        snapshots = run.snapshots.values()
         found.append([(s.position, s.last_tick, s.use.at, s.num_readers, s.slot) for s in snapshots])
         waiting.extend(run.children.values())
     return [repr(found), len(parts.memory.actions), parts.memory.tick, parts.reuse.now]
