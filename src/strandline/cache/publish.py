@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from strandline.cache.counters import CacheCounters
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
+from strandline.cache.paths import common_blocks
 from strandline.cache.probation import Probation
 from strandline.cache.tree import (
     Home,
@@ -25,7 +26,6 @@ from strandline.cache.tree import (
     tail_that_begins,
 )
 from strandline.cache.use import Use, UseHistory
-from strandline.cache.walk import common_blocks
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES

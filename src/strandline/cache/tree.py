@@ -1,15 +1,10 @@
-"""The prefix index: a tree of runs of whole blocks, with snapshots at any token position.
+"""The prefix index: a tree of runs of whole blocks (``paths.py``), with snapshots at any token position.
 
-A *run* is a sequence of 64-token blocks without a branch. Its children begin where it ends, each with a different
-first block. A *tail* is a childless run of one block with fewer than 64 known tokens. It is removed when a longer run
-with the same beginning is added: no tail's key is a proper prefix of that of a sibling.
+A *tail* is a childless run of one block with fewer than 64 known tokens. It is removed when a longer run with the same
+beginning is added: no tail's key is a proper prefix of that of a sibling.
 
-A snapshot belongs to the run with the last whole block before its position, or to the root, and is keyed by the
-number of whole blocks before it and the tokens after these, fewer than 64. If there are any, the next block of the
-path begins with them: the next one of the run or, after its last, those of one child or of several. Thus a lookup finds
-it whichever of them matches.
-
-Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and the snapshots' keys are our own.
+If a snapshot is inside a block, the next block of its path begins with the tokens of its key: the next one of its run
+or, after the last, those of one child or of several. Thus a lookup finds it whichever of them matches.
 """
 
 from array import array
@@ -17,6 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from typing import TypeVar
 
+from strandline.cache.paths import SnapshotKey, insert_above, path_tokens
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
@@ -24,8 +20,6 @@ from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
-SnapshotKey = tuple[int, bytes]
-"""The number of whole blocks before a snapshot, and the tokens from there to its position, encoded."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -273,8 +267,8 @@ class Run:
 
 def path_to(run: Run) -> tuple[str, bytes]:
     """Return the salt of a run's tree, and the tokens up to the run's end, encoded."""
-    path = list(run.ancestry())
-    return path[-1].salt, b"".join(node.tokens for node in reversed(path))
+    *_, root = run.ancestry()
+    return root.salt, path_tokens(run)
 
 
 Home = tuple[Run, SnapshotKey]
@@ -343,32 +337,17 @@ def split(run: Run, at_block: int) -> Run:
     if not 0 < count < len(run.blocks) or run.parent is None:
         raise CacheInvariantError(f"cannot split blocks [{run.start_block}, {run.end_block}) at {at_block}")
     upper = Run(run.parent, run.start_block, b"", run.blocks[:count])
-    upper.tokens, run.tokens = run.tokens, run.tokens[count * BLOCK_KEY_BYTES :]
-    del run.blocks[:count], upper.tokens[count * BLOCK_KEY_BYTES :]
-    upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
+    insert_above(upper, run, count)
+    del run.blocks[:count]
+    upper.child_keys.append(run.first_key)
     upper.num_announced = min(run.num_announced, count)
     run.num_announced -= upper.num_announced
     upper.num_users = run.num_users
     upper.last_tick, upper.use, upper.is_shared = run.last_tick, run.use, run.is_shared
-    run.parent.children[upper.first_key] = upper
-    run.parent = upper
-    run.start_block = at_block
-    upper.children[run.first_key] = run
-    upper.child_keys.append(run.first_key)
-    _distribute_snapshots(upper, run)
-    return upper
-
-
-def _distribute_snapshots(upper: Run, lower: Run) -> None:
-    """Move to the upper part of a run that was split the snapshots that belong to it now."""
-    num_upper = bisect_left(lower.keys, (lower.start_block + 1, b""))
-    upper.keys, lower.keys = lower.keys[:num_upper], lower.keys[num_upper:]
-    for key in upper.keys:
-        snapshot = upper.snapshots[key] = lower.snapshots.pop(key)
-        snapshot.home = upper
-    for ghost in [ghost for ghost in lower.evicted_snapshots if ghost[0] <= lower.start_block]:
-        del lower.evicted_snapshots[ghost]
+    for ghost in [ghost for ghost in run.evicted_snapshots if ghost[0] <= at_block]:
+        del run.evicted_snapshots[ghost]
         upper.evicted_snapshots[ghost] = None
+    return upper
 
 
 def attach_snapshot(snapshot: Snapshot, home: Home) -> None:

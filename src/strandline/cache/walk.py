@@ -1,12 +1,10 @@
-"""Lookups in the prefix tree: how far it matches a prompt, and the snapshots on that path. Changes nothing.
-
-A walk compares one run at a time (one ``memcmp``), so its cost depends on the branches of the path, not on its length.
-"""
+"""Lookups in the prefix tree: how far it matches a prompt, and the snapshots on that path. Changes nothing."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from strandline.cache.paths import descend
 from strandline.cache.tree import Run, Snapshot, deepest_snapshot_on
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
@@ -30,22 +28,14 @@ class Walk(NamedTuple):
 
 def walk(root: Run, data: bytearray) -> Walk:
     """Match ``data`` against the tree as far as keys and values are cached. Changes nothing."""
-    run, offset = root, 0
-    while True:
-        if len(run.child_keys) == 1:
-            (child,) = run.children.values()
-            if len(child.tokens) >= BLOCK_KEY_BYTES and data.startswith(child.tokens, offset):
-                run = child
-                offset += len(child.tokens)
-                continue
-        key = bytes(data[offset : offset + BLOCK_KEY_BYTES])
-        next_run = run.children.get(key) if len(key) == BLOCK_KEY_BYTES else None
-        if next_run is None:
-            return _end_between_runs(run, key)
-        if not data.startswith(next_run.tokens, offset):
-            return _end_inside_run(next_run, data, offset)
-        run = next_run
-        offset += len(next_run.tokens)
+    run, num_blocks = descend(root, data, len(data) // BLOCK_KEY_BYTES)
+    asked = bytes(data[num_blocks * BLOCK_KEY_BYTES : (num_blocks + 1) * BLOCK_KEY_BYTES])
+    if num_blocks == run.end_block:
+        return _end_between_runs(run, asked)
+    own = num_blocks - run.start_block
+    known = bytes(run.tokens[own * BLOCK_KEY_BYTES : (own + 1) * BLOCK_KEY_BYTES])
+    tokens = common_tokens(known, asked)
+    return Walk(run, num_blocks, run if tokens else None, tokens)
 
 
 def _end_between_runs(run: Run, key: bytes) -> Walk:
@@ -57,30 +47,6 @@ def _end_between_runs(run: Run, key: bytes) -> Walk:
             best_key, best_tokens = neighbour, tokens
     partial = run.children[best_key] if best_key is not None else None
     return Walk(run, run.end_block, partial, best_tokens)
-
-
-def _end_inside_run(run: Run, data: bytearray, offset: int) -> Walk:
-    """Return the walk that ends inside a run, whose first block matches and a later one does not."""
-    low = common_blocks(run.tokens, data, offset, len(run.blocks))
-    known = bytes(run.tokens[low * BLOCK_KEY_BYTES : (low + 1) * BLOCK_KEY_BYTES])
-    asked = bytes(data[offset + low * BLOCK_KEY_BYTES : offset + (low + 1) * BLOCK_KEY_BYTES])
-    tokens = common_tokens(known, asked)
-    return Walk(run, run.start_block + low, run if tokens else None, tokens)
-
-
-def common_blocks(tokens: bytearray, data: bytes | bytearray, offset: int, end: int) -> int:
-    """Return how many blocks of a run match ``data`` from ``offset`` on: at least one does, and fewer than ``end``."""
-    low, high = 1, end
-    with memoryview(tokens) as mine:
-        while high - low > 1:
-            middle = (low + high) // 2
-            piece = mine[low * BLOCK_KEY_BYTES : middle * BLOCK_KEY_BYTES]
-            if data.startswith(piece, offset + low * BLOCK_KEY_BYTES):
-                low = middle
-            else:
-                high = middle
-            piece.release()
-    return low
 
 
 def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:

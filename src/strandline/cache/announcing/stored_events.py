@@ -1,9 +1,9 @@
 """Builds the events of what is stored, on the device or below it."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-from strandline.cache.tree import SnapshotKey
+from strandline.cache.paths import PathRun, SnapshotKey, position_of
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import BlocksStored, SnapshotStored
 from strandline.records.path_hashes import block_hashes, masked_tokens, num_blocks_before, root_hash, snapshot_hash
@@ -13,28 +13,11 @@ MAX_EVENT_BLOCKS: Final = 128
 """Most blocks in an event, so that encoding one holds Python's lock for less than a millisecond."""
 
 
-class HashedRun(Protocol):
-    """A run of a tree whose paths are hashed as far as events need it."""
-
-    @property
-    def parent(self) -> "HashedRun | None": ...
-
-    @property
-    def start_block(self) -> int: ...
-
-    @property
-    def tokens(self) -> bytearray: ...
-
-    @property
-    def hashes(self) -> list[bytes]:
-        """The hashes of the paths to its first blocks."""
-
-
-def hash_after(run: HashedRun, num_blocks: int, salt: str) -> bytes:
+def hash_after(run: PathRun, num_blocks: int, salt: str) -> bytes:
     """Return the hash of the first blocks of the path that ends with ``run``; record those on the way."""
     while run.parent is not None and num_blocks <= run.start_block:
         run = run.parent
-    unhashed = list[tuple[HashedRun, int]]()
+    unhashed = list[tuple[PathRun, int]]()
     while run.parent is not None and len(run.hashes) < num_blocks - run.start_block:
         unhashed.append((run, num_blocks - run.start_block))
         run, num_blocks = run.parent, run.start_block
@@ -48,7 +31,7 @@ def hash_after(run: HashedRun, num_blocks: int, salt: str) -> bytes:
     return path_hash
 
 
-def path_stored(parts: Sequence[tuple[HashedRun, int, int]], salt: str) -> Iterator[BlocksStored]:
+def path_stored(parts: Sequence[tuple[PathRun, int, int]], salt: str) -> Iterator[BlocksStored]:
     """Yield the events of consecutive blocks.
 
     Args:
@@ -80,14 +63,14 @@ def blocks_stored(hashes: Sequence[bytes], before: bytes | None, tokens: bytes, 
         before = part[-1]
 
 
-def snapshot_stored(run: HashedRun, key: SnapshotKey, salt: str) -> SnapshotStored:
+def snapshot_stored(run: PathRun, key: SnapshotKey, salt: str) -> SnapshotStored:
     """Return the event of a snapshot.
 
     Args:
         run: the one that it belongs to.
     """
     num_blocks, tokens = key
-    position = num_blocks * BLOCK_TOKENS + len(tokens) // TOKEN_BYTES
+    position = position_of(key)
     num_before = num_blocks_before(position)
     if num_before < num_blocks:
         start = (num_before - run.start_block) * BLOCK_KEY_BYTES

@@ -14,6 +14,7 @@ from strandline.cache.eviction import Entry, resolve
 from strandline.cache.internals import Internals
 from strandline.cache.last_lookup import LastLookup
 from strandline.cache.lease import Lease
+from strandline.cache.paths import position_of, runs_below
 from strandline.cache.probation import max_probes
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
@@ -21,14 +22,13 @@ from strandline.cache.tiers.path_blocks import located
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import Block, Column, Copy, TierRun, TierSnapshot
-from strandline.cache.traversal import runs_below
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.cache.window_blocks import Window, WindowBlocks
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_BLOCK, NULL_LOG, NULL_SLOT
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 def check(checked: PrefixCache) -> None:
@@ -103,7 +103,7 @@ def _check_snapshots(run: Run) -> None:
         raise _wrong(run, "a tail with snapshots")
     for key, snapshot in run.snapshots.items():
         num_blocks, rest = key
-        if snapshot.position != num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES:
+        if snapshot.position != position_of(key):
             raise _wrong(run, f"snapshot at {snapshot.position} has the key of another position")
         if not (run.start_block < num_blocks or run.parent is None) or num_blocks > run.end_block:
             raise _wrong(run, f"snapshot at {snapshot.position} belongs elsewhere")
@@ -278,10 +278,9 @@ def _check_tree(loads: Loads) -> None:
     for tree, root in tiers[0].tree.roots.items() if tiers else ():
         for run in runs_below(root):
             _check_tier_run(run, tiers)
-            for (num_blocks, key), snapshot in run.snapshots.items():
-                is_right = snapshot.is_used and snapshot.run is run and snapshot.tree == tree
-                is_right &= (snapshot.num_blocks, snapshot.key) == (num_blocks, key)
-                is_right &= run.start_block < num_blocks <= run.end_block or run.parent is None
+            for key, snapshot in run.snapshots.items():
+                is_right = snapshot.is_used and snapshot.home is run and snapshot.tree == tree and snapshot.key == key
+                is_right &= run.start_block < key[0] <= run.end_block or run.parent is None
                 if not is_right:
                     raise _wrong_snapshot(snapshot, "belongs elsewhere")
                 if snapshot.num_pins != (num_pins := pins[id(snapshot)]):
@@ -309,13 +308,10 @@ def _check_tier_run(run: TierRun, tiers: tuple[LowerTier, ...]) -> None:
     if len(run.hashes) not in (0, num_known):
         raise _wrong_run(run, f"{len(run.hashes)} hashes")
     for tier in tiers:
-        part = tier.column.part(run)
-        if len(part.addresses) != num_known:
-            raise _wrong_run(run, f"{len(part.addresses)} addresses")
-        has_all = any(tier.column.part(child).num_blocks for child in run.children.values())
+        has_all = any(map(tier.column.num_blocks_in, run.children.values()))
         num_blocks = num_known if has_all else max(_last_block(run, tier.column) - run.start_block, 0)
-        if part.num_blocks != num_blocks:
-            raise _wrong_run(run, f"{part.num_blocks} blocks counted, a tier has {num_blocks}")
+        if tier.column.num_blocks_in(run) != num_blocks:
+            raise _wrong_run(run, f"{tier.column.num_blocks_in(run)} addresses, a tier has {num_blocks} blocks")
 
 
 def _last_block(run: TierRun, column: Column) -> int:
@@ -373,19 +369,14 @@ def _check_addresses(root: TierRun, lower: LowerTier, expected: set[Block], devi
         run, before = waiting.pop()
         path = before + run.tokens
         waiting += [(child, path) for child in run.children.values()]
-        addresses = column.part(run).addresses
-        has_all = any(True for child in run.children.values() for _ in column.below(child))
-        num_needed = len(addresses) if has_all else _last_block(run, column) - run.start_block
-        for own, address in enumerate(addresses):
+        for own, address in enumerate(column.addresses_in(run)):
             is_there = address != NO_ADDRESS
             num_addresses += is_there
-            is_right = is_there or (run, own) in expected if own < num_needed else not is_there
-            if not is_right and own < num_needed and device is not None:
-                is_right = _has_block(device, path[: (run.start_block + own + 1) * BLOCK_KEY_BYTES])
-            if not is_right:
+            if is_there or (run, own) in expected:
+                continue
+            if device is None or not _has_block(device, path[: (run.start_block + own + 1) * BLOCK_KEY_BYTES]):
                 raise CacheInvariantError(
-                    f"the demoted block {run.start_block + own} is neither in the tier nor on the device, or in the "
-                    "tier too early or too long"
+                    f"the demoted block {run.start_block + own} is neither in the tier nor on the device"
                 )
     return num_addresses
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from strandline.cache.paths import position_of
 from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tree import Run
 from strandline.cache.walk import Walk, deepest_snapshot, walk
@@ -152,9 +153,8 @@ def _lost_snapshot(match: Match, data: bytearray) -> bool:
     end, hit = match.end, match.position
     for run in end.run.ancestry():
         for num_blocks, rest in run.evicted_snapshots:
-            position = num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES
             is_on_path = num_blocks <= end.num_blocks and data.startswith(rest, num_blocks * BLOCK_KEY_BYTES)
-            if is_on_path and position > hit:
+            if is_on_path and position_of((num_blocks, rest)) > hit:
                 return True
         if run.end_tokens <= hit:
             return False

@@ -76,7 +76,7 @@ def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
     """Enter a snapshot and the blocks before it that the tier lacks."""
     position, num_blocks = path.position, len(path.addresses)
     saved = saved_tokens(tier.column, path.tree, path.data, position)
-    snapshot = TierSnapshot(position, path.data[num_blocks * BLOCK_KEY_BYTES :])
+    snapshot = TierSnapshot((num_blocks, path.data[num_blocks * BLOCK_KEY_BYTES :]))
     copy = Copy(snapshot, path.kind, use, saved, is_shared=path.is_shared)
     end = tier.tree.walk(path.tree, path.data, num_blocks)
     first = 0 if end is None else tier.column.last_on_path(end).depth

@@ -70,7 +70,7 @@ class Demotion:
         pairs = []
         for index, (where, own) in missing[:num_free]:
             if tier.is_needed(where, own):
-                address = tier.column.part(where).addresses[own] = tier.take(1)
+                address = tier.column.addresses_in(where)[own] = tier.take(1)
                 pairs.append((BlockId(blocks[index - first]), address))
         tier.num_blocks_demoted += len(pairs)
         if pairs:

@@ -66,7 +66,7 @@ def device_copy(entry: Snapshot | Run, *, kept: int = 0) -> Copy:
         kept: number of blocks that a run retains.
     """
     if isinstance(entry, Run):
-        end, num_tokens = TierSnapshot(entry.end_tokens, b""), (len(entry.blocks) - kept) * BLOCK_TOKENS
+        end, num_tokens = TierSnapshot((entry.end_block, b"")), (len(entry.blocks) - kept) * BLOCK_TOKENS
         return Copy(end, SnapshotKind.GENERATION_END, entry.use, num_tokens, is_shared=entry.is_shared)
     flags = entry.is_shared, entry.is_superseded, entry.num_continuations > 0
-    return Copy(TierSnapshot(entry.position, entry.key[1]), entry.kind, entry.use, entry.saved_tokens, *flags)
+    return Copy(TierSnapshot(entry.key), entry.kind, entry.use, entry.saved_tokens, *flags)

@@ -113,16 +113,16 @@ class LowerTier:
 
     def is_needed(self, run: TierRun, index: int) -> bool:
         """Whether a snapshot of the tier needs a block of a run, given by its index in the run."""
-        return index < self.column.part(run).num_blocks
+        return index < self.column.num_blocks_in(run)
 
     def is_lacking(self, run: TierRun, index: int) -> bool:
         """Whether a snapshot of the tier needs a block that is not stored."""
-        return self.is_needed(run, index) and self.column.part(run).addresses[index] == NO_ADDRESS
+        return self.is_needed(run, index) and self.column.addresses_in(run)[index] == NO_ADDRESS
 
     def is_stored(self, demoted: TierSnapshot) -> bool:
         """Whether all blocks that a snapshot needs are stored."""
         return all(
-            NO_ADDRESS not in self.column.part(run).addresses[start:end] for run, start, end in demoted.whole_blocks
+            NO_ADDRESS not in self.column.addresses_in(run)[start:end] for run, start, end in demoted.whole_blocks
         )
 
     # Finding
@@ -241,14 +241,12 @@ class LowerTier:
             return
         freed = {demoted.address: self.snapshot_blocks(demoted.position), demoted.tail_address: 1}
         alone = column.blocks_for(demoted)
+        for run, start, end in alone:
+            freed |= dict.fromkeys(reversed(column.addresses_in(run)[start:end]), 1)
         left = column.leave(demoted, alone)
         self.num_snapshots -= 1
         if not is_elsewhere:
             self.pass_savings(demoted)
-        for run, start, end in alone:
-            addresses = column.part(run).addresses
-            for index in range(end - 1, start - 1, -1):
-                freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         self.tree.detach(snapshot)
         above = None if left is None else end_above(column, left, snapshot)
         if above is not None:
@@ -266,7 +264,7 @@ class LowerTier:
         """Return how much memory removing a snapshot would free, in blocks."""
         num_blocks = self.blocks_of(demoted.snapshot)
         for run, start, end in self.column.blocks_for(demoted):
-            addresses = self.column.part(run).addresses[start:end]
+            addresses = self.column.addresses_in(run)[start:end]
             num_blocks += len(addresses) - addresses.count(NO_ADDRESS)
         return num_blocks
 

@@ -9,24 +9,24 @@ from strandline.records.tokens import BLOCK_KEY_BYTES
 
 def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
     """Yield a tier's nearest snapshots below one that it had."""
-    run, depth, key = removed.run, removed.num_blocks, removed.key
+    run, (depth, rest) = removed.home, removed.key
     if run is None:
         return
     after = [copy for copy in column.copies_after(run, depth) if copy.snapshot is not removed]
-    longer = [copy for copy in after if copy.snapshot.key.startswith(key)]
+    longer = [copy for copy in after if copy.snapshot.rest.startswith(rest)]
     if longer:
         yield min(longer, key=lambda copy: copy.position)
         return
     if depth < run.end_block:
-        waiting = [run] if run.tokens.startswith(key, (depth - run.start_block) * BLOCK_KEY_BYTES) else []
+        waiting = [run] if run.tokens.startswith(rest, (depth - run.start_block) * BLOCK_KEY_BYTES) else []
     else:
-        waiting = [child for first, child in run.children.items() if first.startswith(key)]
+        waiting = [child for first, child in run.children.items() if first.startswith(rest)]
     while waiting:
         node = waiting.pop()
         below = column.first_after(node, depth)
         if below is not None:
             yield below
-        elif column.part(node).num_blocks:
+        elif column.num_blocks_in(node):
             waiting.extend(node.children.values())
 
 
@@ -40,7 +40,7 @@ def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | No
         return None
     above = list(column.copies_after(left.run, left.depth))
     if left.depth == removed.num_blocks:
-        above = [copy for copy in above if removed.key.startswith(copy.snapshot.key)]
+        above = [copy for copy in above if removed.rest.startswith(copy.snapshot.rest)]
     return max(above, key=lambda copy: copy.position, default=None)
 
 

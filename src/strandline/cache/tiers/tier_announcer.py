@@ -10,8 +10,8 @@ known: at the start for prompts without one, else with the first request under i
 from collections.abc import Callable, Iterable, Iterator
 
 from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
+from strandline.cache.paths import runs_below
 from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot, TierTree
-from strandline.cache.traversal import runs_below
 from strandline.errors import CacheInvariantError
 from strandline.records.cache_events import BlocksRemoved, CacheEvent, SnapshotRemoved, SnapshotStored
 
@@ -83,8 +83,8 @@ class TierAnnouncer:
 
 def _snapshot_event(demoted: TierSnapshot, salt: str) -> SnapshotStored:
     """Return the event of a snapshot of the tree."""
-    if demoted.run is None:
+    if demoted.home is None:
         raise CacheInvariantError(f"the demoted snapshot at {demoted.position} is announced, but not in the tree")
-    event = snapshot_stored(demoted.run, (demoted.num_blocks, demoted.key), salt)
+    event = snapshot_stored(demoted.home, demoted.key, salt)
     demoted.path_hash = event.path_hash
     return event

@@ -23,7 +23,7 @@ from strandline.cache.tiers.path_blocks import PathBlocks
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.ids import NO_ADDRESS, BlockId, RequestId
 from strandline.records.actions import Completion, StoredPath
-from strandline.records.tokens import TOKEN_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 class SpilledCopy:
@@ -140,7 +140,7 @@ class ExchangedCopy:
             if address in self._index_at:
                 index = self._index_at[address]
                 run, own = located[index]
-                tier.column.part(run).addresses[own], freed[address] = NO_ADDRESS, 1
+                tier.column.addresses_in(run)[own], freed[address] = NO_ADDRESS, 1
                 self._returning.indices.append(index)
             elif address == copy.address:
                 copy.address, freed[address] = NO_ADDRESS, tier.snapshot_blocks(copy.position)
@@ -177,7 +177,7 @@ class ExchangedCopy:
         if end is None or tier.column.last_on_path(end) != end:
             return
         for run, start, stop in self.pinned.whole_blocks[::-1]:
-            addresses = tier.column.part(run).addresses
+            addresses = tier.column.addresses_in(run)
             for index in range(stop - 1, start - 1, -1):
                 freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
         tier.free(freed)
@@ -191,7 +191,7 @@ def _pin(tier: LowerTier, copy: Copy, data: bytearray) -> TierSnapshot:
     """Pin in the tree what is loaded: a snapshot or, without snapshots, the end of a block."""
     snapshot = copy.snapshot
     if not tier.has_snapshots:
-        end = TierSnapshot(len(data) // TOKEN_BYTES, b"")
+        end = TierSnapshot((len(data) // BLOCK_KEY_BYTES, b""))
         snapshot = tier.tree.attach(end, snapshot.tree, data)
     tier.tree.pin(snapshot)
     return snapshot

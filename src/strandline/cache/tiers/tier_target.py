@@ -57,7 +57,7 @@ class TierTarget:
         for index, address in path.addresses.items():
             run, own = located[index]
             if tier.is_lacking(run, own):
-                tier.column.part(run).addresses[own] = address
+                tier.column.addresses_in(run)[own] = address
             else:
                 unneeded[address] = 1
         if copy.column is None:

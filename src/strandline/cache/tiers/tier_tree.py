@@ -2,10 +2,10 @@
 
 A *demoted* snapshot is one that the device has evicted, with those blocks on its path that the device has evicted too.
 A block and a snapshot are in the tree once, whichever tiers store them. As on the device, a *run* is a sequence of
-blocks without a branch; for each tier, it has a ``Part`` with the addresses of its blocks in the tier's store. A tier
-*has* each whole block on the path of a snapshot that it stores, and no others: of a run, the first ones. In the first
-tier, one without an address is on the device. A block that no tier has is removed, unless a move under way pins it. The
-block that contains a snapshot's position is stored with the snapshot.
+blocks without a branch (``paths.py``). A tier *has* each whole block on the path of a snapshot that it stores, and no
+others: of a run, the first ones. For each tier, the run has the addresses of these in the tier's store. One without an
+address is on the device, if the tier is the first, or is being written. A block that no tier has is removed, unless a
+move under way pins it. The block that contains a snapshot's position is stored with the snapshot.
 """
 
 from array import array
@@ -16,10 +16,8 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from strandline.cache.last_lookup import LastLookup
-from strandline.cache.tiers.part import Part
-from strandline.cache.traversal import runs_below
+from strandline.cache.paths import SnapshotKey, descend, insert_above, path_tokens, position_of, runs_below
 from strandline.cache.use import Use
-from strandline.cache.walk import common_blocks
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
@@ -28,21 +26,20 @@ from strandline.records.tokens import BLOCK_KEY_BYTES
 class TierRun:
     """Consecutive whole blocks on the paths of demoted snapshots, without a branch."""
 
-    __slots__ = ("children", "hashes", "keys", "parent", "parts", "snapshots", "start_block", "tokens")
+    __slots__ = ("addresses", "children", "hashes", "keys", "parent", "snapshots", "start_block", "tokens")
 
-    def __init__(self, parent: "TierRun | None", start_block: int, tokens: bytes, parts: list[Part]) -> None:
+    def __init__(self, parent: "TierRun | None", start_block: int, tokens: bytes, num_tiers: int) -> None:
         self.parent = parent
         """None for a root, which has no blocks, and for what has been removed."""
         self.start_block = start_block
         self.tokens = bytearray(tokens)
         """Those of the blocks, encoded."""
-        self.parts = parts
-        """By tier."""
+        self.addresses = [array("q") for _ in range(num_tiers)]
+        """By tier: those of the blocks that it has, which are the first ones."""
         self.children: dict[bytes, TierRun] = {}
         """By their first blocks."""
-        self.snapshots: dict[tuple[int, bytes], TierSnapshot] = {}
-        """By the number of whole blocks before each, the last one a block of the run, and the tokens after these."""
-        self.keys: list[tuple[int, bytes]] = []
+        self.snapshots: dict[SnapshotKey, TierSnapshot] = {}
+        self.keys: list[SnapshotKey] = []
         """The keys of ``snapshots``, sorted."""
         self.hashes: list[bytes] = []
         """The hashes of the blocks that events have announced, which are the first ones."""
@@ -97,14 +94,19 @@ class Column:
         self.index = index
         """Number of the tier, nearest first."""
 
-    def part(self, run: TierRun) -> Part:
-        return run.parts[self.index]
+    def addresses_in(self, run: TierRun) -> "array[int]":
+        """Return the addresses of the blocks of a run that the tier has, which are the first ones."""
+        return run.addresses[self.index]
+
+    def num_blocks_in(self, run: TierRun) -> int:
+        """Return how many of a run's blocks the tier has."""
+        return len(run.addresses[self.index])
 
     def last_on_path(self, end: PathEnd) -> PathEnd:
         """Return how much of a path the tier has."""
         run, depth = end
         while run.parent is not None:
-            if num_blocks := self.part(run).num_blocks:
+            if num_blocks := self.num_blocks_in(run):
                 return PathEnd(run, min(depth, run.start_block + num_blocks))
             run, depth = run.parent, run.start_block
         return PathEnd(run, 0)
@@ -113,17 +115,17 @@ class Column:
         """Count the continuations of a path that the tier has."""
         run, depth = end
         if depth < run.end_block:
-            return int(run.start_block + self.part(run).num_blocks > depth)
-        return sum(self.part(child).num_blocks > 0 for child in run.children.values())
+            return int(run.start_block + self.num_blocks_in(run) > depth)
+        return sum(self.num_blocks_in(child) > 0 for child in run.children.values())
 
     def addresses(self, end: PathEnd, first: int = 0) -> "array[int]":
-        """Return the addresses of the blocks of a path, from ``first`` on."""
+        """Return the addresses of the blocks of a path that the tier has, from ``first`` on."""
         found = array("q")
         for blocks in pieces(end, first):
-            found += self.part(blocks.run).addresses[blocks.start : blocks.end]
+            found += self.addresses_in(blocks.run)[blocks.start : blocks.end]
         return found
 
-    def copy(self, run: TierRun, key: tuple[int, bytes]) -> "Copy | None":
+    def copy(self, run: TierRun, key: SnapshotKey) -> "Copy | None":
         """Return the tier's copy of a snapshot of a run, if it has one."""
         return run.snapshots[key].copies[self.index]
 
@@ -156,7 +158,7 @@ class Column:
             # Of the keys that the path begins with, after the same number of blocks, the longest is the last.
             for index in range(node.find_key(end.depth + 1) - 1, -1, -1):
                 copy = self.copy(node, node.keys[index])
-                if copy is not None and data.startswith(copy.snapshot.key, copy.snapshot.num_blocks * BLOCK_KEY_BYTES):
+                if copy is not None and data.startswith(copy.snapshot.rest, copy.snapshot.num_blocks * BLOCK_KEY_BYTES):
                     if copy.position <= beyond:
                         return
                     yield copy
@@ -172,17 +174,19 @@ class Column:
         copy.column, copy.snapshot.copies[self.index] = self, copy
         depth = copy.snapshot.num_blocks
         for run in copy.snapshot.ancestry():
-            part = self.part(run)
-            if run.parent is None or run.start_block + part.num_blocks >= depth:
+            addresses = self.addresses_in(run)
+            num_lacking = depth - run.start_block - len(addresses)
+            if run.parent is None or num_lacking <= 0:
                 return
-            part.num_blocks, depth = depth - run.start_block, run.start_block
+            addresses.extend([NO_ADDRESS] * num_lacking)
+            depth = run.start_block
 
     def blocks_for(self, copy: "Copy") -> list[Blocks]:
         """Return the blocks that the tier has for a copy alone, the deepest run first."""
         alone, below = list[Blocks](), None
         for run in copy.snapshot.ancestry():
-            num_blocks = self.part(run).num_blocks
-            is_shared = any(child is not below and self.part(child).num_blocks for child in run.children.values())
+            num_blocks = self.num_blocks_in(run)
+            is_shared = any(child is not below and self.num_blocks_in(child) for child in run.children.values())
             if is_shared or run.parent is None:
                 break
             others = (key for key in reversed(run.keys) if self.copy(run, key) not in (None, copy))
@@ -202,9 +206,9 @@ class Column:
         """
         copy.column = copy.snapshot.copies[self.index] = None
         copy.last_push = 0
-        run, depth = copy.snapshot.run, copy.snapshot.num_blocks
+        run, depth = copy.snapshot.home, copy.snapshot.num_blocks
         for blocks in alone:
-            self.part(blocks.run).num_blocks = blocks.start
+            del self.addresses_in(blocks.run)[blocks.start :]
             run, depth = blocks.run if blocks.start else blocks.run.parent, blocks.run.start_block + blocks.start
         return None if run is None else PathEnd(run, depth)
 
@@ -231,7 +235,7 @@ class TierTree:
         self._key = key
         self.revision = 0
         """Number of changes to the runs."""
-        self.last = LastLookup[TierRun, PathEnd](_descend_all)
+        self.last = LastLookup[TierRun, PathEnd](_end_of)
 
     def name(self, salt: str) -> str:
         """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
@@ -249,16 +253,16 @@ class TierTree:
         """Return the root of a tree; create it if needed."""
         root = self.roots.get(tree)
         if root is None:
-            root = self.roots[tree] = TierRun(None, 0, b"", self._parts(0))
+            root = self.roots[tree] = self._new_run(None, 0, b"")
         return root
 
-    def _parts(self, num_known: int) -> list[Part]:
-        return [Part(num_known) for _ in self.columns]
+    def _new_run(self, parent: TierRun | None, start_block: int, tokens: bytes) -> TierRun:
+        return TierRun(parent, start_block, tokens, len(self.columns))
 
     def walk(self, tree: str, data: bytes | bytearray, num_blocks: int) -> PathEnd | None:
         """Follow a path of encoded tokens for up to ``num_blocks`` blocks as far as it is there; None: no such tree."""
         root = self.roots.get(tree)
-        return None if root is None else descend(root, data, num_blocks)
+        return None if root is None else PathEnd(*descend(root, data, num_blocks))
 
     def end_of(self, salt: str, data: bytearray) -> PathEnd | None:
         """Return how much is there of a prompt, in whole blocks; None: there is nothing of its salt."""
@@ -280,11 +284,10 @@ class TierTree:
         run, depth = descend(self.root(tree), data, num_blocks)
         if depth < num_blocks:
             run = self._grow(run, depth, bytes(data[depth * BLOCK_KEY_BYTES : num_blocks * BLOCK_KEY_BYTES]))
-        key = num_blocks, snapshot.key
-        found = run.snapshots.setdefault(key, snapshot)
-        if found.run is None:
-            insort(run.keys, key)
-            found.run, found.tree, found.copies = run, tree, [None] * len(self.columns)
+        found = run.snapshots.setdefault(snapshot.key, snapshot)
+        if found.home is None:
+            insort(run.keys, snapshot.key)
+            found.home, found.tree, found.copies = run, tree, [None] * len(self.columns)
             self.on_entered(found)
         return found
 
@@ -292,16 +295,21 @@ class TierTree:
         """Add blocks after the one of a run at a depth: to the run itself if nothing else continues it."""
         self.revision += 1
         if run.start_block < depth < run.end_block:
-            run = _split(run, depth)
-        parts = self._parts(len(tokens) // BLOCK_KEY_BYTES)
+            run = self._split(run, depth - run.start_block)
         if run.parent is None or run.children:
-            child = TierRun(run, depth, tokens, parts)
+            child = self._new_run(run, depth, tokens)
             run.children[child.first_key] = child
             return child
         run.tokens += tokens
-        for part, new in zip(run.parts, parts, strict=True):
-            part.append(new)
         return run
+
+    def _split(self, run: TierRun, count: int) -> TierRun:
+        """Split a run after its first ``count`` blocks; return the upper part."""
+        upper = self._new_run(run.parent, run.start_block, b"")
+        insert_above(upper, run, count)
+        upper.addresses = [addresses[:count] for addresses in run.addresses]
+        run.addresses = [addresses[count:] for addresses in run.addresses]
+        return upper
 
     def pin(self, snapshot: "TierSnapshot") -> None:
         """Keep a snapshot in the tree, with the blocks before it, until ``unpin``."""
@@ -314,11 +322,10 @@ class TierTree:
 
     def detach(self, snapshot: "TierSnapshot") -> None:
         """Remove a snapshot from the tree, with the blocks that nothing else needs, unless it is used."""
-        run = snapshot.run
+        run = snapshot.home
         if run is not None and not snapshot.is_used:
-            del run.snapshots[snapshot.num_blocks, snapshot.key]
-            del run.keys[run.find_key(snapshot.num_blocks, snapshot.key)]
-            snapshot.run = None
+            del run.snapshots[snapshot.key], run.keys[run.find_key(*snapshot.key)]
+            snapshot.home = None
             self.on_left(snapshot, self._trim(run))
 
     def _trim(self, run: TierRun) -> list[bytes]:
@@ -332,8 +339,6 @@ class TierTree:
                 run.parent = None
             gone += run.hashes[count:][::-1]
             del run.hashes[count:], run.tokens[count * BLOCK_KEY_BYTES :]
-            for part in run.parts:
-                del part.addresses[count:]
             if count:
                 break
             run = parent
@@ -344,10 +349,8 @@ class TierTree:
 class TierSnapshot:
     """A snapshot that the device has evicted, in the stores of one or several tiers, or on its way back."""
 
-    position: int
-    key: bytes
-    """The tokens from the end of the last whole block to its position, encoded."""
-    run: TierRun | None = None
+    key: SnapshotKey
+    home: TierRun | None = None
     """The run with the last whole block before it; None: it is not in the tree (any more)."""
     tree: str = ""
     """The name of its tree."""
@@ -359,14 +362,23 @@ class TierSnapshot:
     """Its hash in events; empty: it is not announced."""
 
     @property
+    def position(self) -> int:
+        return position_of(self.key)
+
+    @property
     def num_blocks(self) -> int:
         """The number of whole blocks before it."""
-        return self.position // BLOCK_TOKENS
+        return self.key[0]
+
+    @property
+    def rest(self) -> bytes:
+        """The tokens from the end of the last whole block to its position, encoded."""
+        return self.key[1]
 
     @property
     def end(self) -> PathEnd | None:
         """The end of the whole blocks before it; None: it is not in the tree."""
-        return None if self.run is None else PathEnd(self.run, self.num_blocks)
+        return None if self.home is None else PathEnd(self.home, self.num_blocks)
 
     @property
     def is_used(self) -> bool:
@@ -376,11 +388,11 @@ class TierSnapshot:
     @property
     def has_tail(self) -> bool:
         """Whether its position is inside a block."""
-        return bool(self.key)
+        return bool(self.rest)
 
     def ancestry(self) -> Iterator[TierRun]:
         """Yield the runs before it, the root last."""
-        return iter(()) if self.run is None else self.run.ancestry()
+        return iter(()) if self.home is None else self.home.ancestry()
 
     @property
     def whole_blocks(self) -> list[Blocks]:
@@ -400,8 +412,8 @@ class TierSnapshot:
 
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""
-        runs = [run.tokens for run in self.ancestry()][::-1]
-        return b"".join(runs)[: self.num_blocks * BLOCK_KEY_BYTES] + self.key
+        before = b"" if self.home is None else path_tokens(self.home)
+        return before[: self.num_blocks * BLOCK_KEY_BYTES] + self.rest
 
 
 @dataclass(slots=True, eq=False)
@@ -440,41 +452,8 @@ class Copy:
         return max(int(self.is_interior), min(num_children, 2))
 
 
-def descend(root: TierRun, data: bytes | bytearray, num_blocks: int) -> PathEnd:
-    """Follow a path of encoded tokens for up to ``num_blocks`` blocks; return how much of it is there."""
-    run, depth = root, 0
-    while depth < num_blocks:
-        start = depth * BLOCK_KEY_BYTES
-        child = run.children.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
-        if child is None:
-            break
-        run, depth = child, child.end_block
-        if depth > num_blocks or not data.startswith(child.tokens, start):
-            most = min(depth, num_blocks) - run.start_block
-            return PathEnd(run, run.start_block + common_blocks(run.tokens, data, start, most + 1))
-    return PathEnd(run, depth)
-
-
-def _descend_all(root: TierRun, data: bytearray) -> PathEnd:
-    return descend(root, data, len(data) // BLOCK_KEY_BYTES)
-
-
-def _split(run: TierRun, depth: int) -> TierRun:
-    """Split a run after its block at a depth; return the upper part. The lower one keeps the run's identity."""
-    count, parent = depth - run.start_block, run.parent
-    upper = TierRun(parent, run.start_block, b"", [part.split(count) for part in run.parts])
-    upper.tokens, run.tokens = run.tokens[: count * BLOCK_KEY_BYTES], run.tokens[count * BLOCK_KEY_BYTES :]
-    upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
-    if parent is not None:
-        parent.children[upper.first_key] = upper
-    run.parent, run.start_block = upper, depth
-    upper.children[run.first_key] = run
-    num_upper = run.find_key(depth + 1)
-    upper.keys, run.keys = run.keys[:num_upper], run.keys[num_upper:]
-    for key in [key for key in run.snapshots if key[0] <= depth]:
-        upper.snapshots[key] = run.snapshots.pop(key)
-        upper.snapshots[key].run = upper
-    return upper
+def _end_of(root: TierRun, data: bytearray) -> PathEnd:
+    return PathEnd(*descend(root, data, len(data) // BLOCK_KEY_BYTES))
 
 
 def pieces(end: PathEnd, first: int = 0) -> list[Blocks]:

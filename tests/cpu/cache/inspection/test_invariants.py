@@ -284,7 +284,7 @@ class TierScene:
         (root,) = self.tier.tree.roots.values()
         self.copies = sorted(self.tier.column.below(root), key=lambda copy: copy.position)
         (self.upper,) = root.children.values()
-        run = self.copies[-1].snapshot.run
+        run = self.copies[-1].snapshot.home
         assert run is not None
         self.run = run
 
@@ -324,23 +324,19 @@ def pin_without_a_move(scene: TierScene) -> None:
 
 
 def misplace_a_demoted_snapshot(scene: TierScene) -> None:
-    scene.copies[0].snapshot.run = scene.run.parent if scene.copies[0].snapshot.run is scene.run else scene.run
+    scene.copies[0].snapshot.home = scene.run.parent if scene.copies[0].snapshot.home is scene.run else scene.run
 
 
 def lose_a_block(scene: TierScene) -> None:
-    scene.tier.column.part(scene.upper).addresses[0] = NO_ADDRESS
+    scene.tier.column.addresses_in(scene.upper)[0] = NO_ADDRESS
 
 
 def lose_the_last_block(scene: TierScene) -> None:
-    scene.tier.column.part(scene.run).addresses[-1] = NO_ADDRESS
-
-
-def miscount_blocks_of_a_run(scene: TierScene) -> None:
-    scene.tier.column.part(scene.run).num_blocks -= 1
+    scene.tier.column.addresses_in(scene.run)[-1] = NO_ADDRESS
 
 
 def shorten_addresses(scene: TierScene) -> None:
-    scene.tier.column.part(scene.run).addresses.pop()
+    scene.tier.column.addresses_in(scene.run).pop()
 
 
 def relink_a_child(scene: TierScene) -> None:
@@ -371,8 +367,7 @@ TIER_FAULTS: dict[Callable[[TierScene], None], str] = {
     misplace_a_demoted_snapshot: "belongs elsewhere",
     lose_a_block: "block 0 is neither in the tier nor on the device",
     lose_the_last_block: "is neither in the tier nor on the device",
-    miscount_blocks_of_a_run: "blocks counted, a tier has",
-    shorten_addresses: "addresses",
+    shorten_addresses: "addresses, a tier has",
     relink_a_child: "a child is linked wrongly",
     disorder_keys: "keys out of order",
     hash_too_little: "1 hashes",

@@ -67,7 +67,7 @@ def kept_by(driver: Driver, *, lose: int = 0) -> Kept:
         waiting = [(root, b"", [root_hash(tree)])]
         while waiting:
             run, data, hashes = waiting.pop()
-            path, addresses = data + run.tokens, disk.column.part(run).addresses
+            path, addresses = data + run.tokens, disk.column.addresses_in(run)
             hashes = [*hashes, *block_hashes(hashes[-1], bytes(run.tokens))]
             for depth, address in enumerate(addresses, run.start_block + 1):
                 if depth != lose and address:
@@ -75,7 +75,7 @@ def kept_by(driver: Driver, *, lose: int = 0) -> Kept:
                     blocks.append(KeptBlocks(tree, hashes[depth - 1], key, (address,), 0, 0.0, False))
             waiting += [(child, path, hashes) for child in run.children.values()]
             for found in disk.column.copies(run):
-                before, key = hashes[found.snapshot.num_blocks], found.snapshot.key
+                before, key = hashes[found.snapshot.num_blocks], found.snapshot.rest
                 if found.address:
                     snapshots.append(
                         KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
@@ -311,7 +311,7 @@ def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch)
     cut, cut_off = list[int](), disk.cut_off
 
     def spy(run: TierRun, num_blocks: int) -> None:
-        cut.append(disk.column.part(run).addresses[num_blocks - run.start_block - 1])
+        cut.append(disk.column.addresses_in(run)[num_blocks - run.start_block - 1])
         cut_off(run, num_blocks)
 
     monkeypatch.setattr(disk, "cut_off", spy)

@@ -1,13 +1,13 @@
 """The tree of the tiers: runs of blocks answer as single blocks would."""
 
 from array import array
-from collections.abc import Iterator
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strandline.cache.paths import descend, runs_below
 from strandline.cache.tiers.path_blocks import PathBlocks
-from strandline.cache.tiers.tier_tree import Copy, PathEnd, TierRun, TierSnapshot, TierTree, descend, pieces
+from strandline.cache.tiers.tier_tree import Copy, PathEnd, TierSnapshot, TierTree, pieces
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
@@ -27,17 +27,10 @@ def numbers(data: bytes | bytearray) -> Path:
 
 def entered(tree: TierTree, path: Path, tier: int) -> Copy:
     """Return a copy for a tier of the snapshot at the end of a path, which is in the tree now."""
-    data, position = encoded(path), len(path) * BLOCK_TOKENS
-    snapshot = tree.attach(TierSnapshot(position, b""), "", data)
-    copy = Copy(snapshot, SnapshotKind.BRANCH, Use(0, 0), position)
+    snapshot = tree.attach(TierSnapshot((len(path), b"")), "", encoded(path))
+    copy = Copy(snapshot, SnapshotKind.BRANCH, Use(0, 0), snapshot.position)
     tree.columns[tier].enter(copy)
     return copy
-
-
-def runs_below(root: TierRun) -> Iterator[TierRun]:
-    yield root
-    for child in root.children.values():
-        yield from runs_below(child)
 
 
 def beginnings(paths: set[Path]) -> set[Path]:
@@ -69,7 +62,7 @@ def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]]
         known = beginnings({*held[0], *held[1]})
         assert sum(run.end_block - run.start_block for run in runs_below(root)) == len(known) - 1
         for other in asked:
-            end = descend(root, encoded(other), len(other))
+            end = PathEnd(*descend(root, encoded(other), len(other)))
             deepest = max(end for end in range(len(other) + 1) if other[:end] in known)
             assert end.depth == deepest
             tokens = b"".join([blocks.run.tokens for blocks in pieces(end)])
@@ -90,10 +83,10 @@ def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
     (column,) = tree.columns
     copy = entered(tree, (1, 2, 3, 4, 5), 0)
     (run,) = tree.root("").children.values()
-    column.part(run).addresses[:] = array("q", [11, 12, 13, 14, 15])
+    column.addresses_in(run)[:] = array("q", [11, 12, 13, 14, 15])
     entered(tree, (1, 2, 9), 0)
     located = PathBlocks(copy.snapshot, [4, 0, 1, 3, 7]).locate()
-    found = {index: column.part(run).addresses[own] for index, (run, own) in located.items()}
+    found = {index: column.addresses_in(run)[own] for index, (run, own) in located.items()}
     assert [*found.items()] == [(0, 11), (1, 12), (3, 14), (4, 15)]
     assert copy.snapshot.path() == encoded((1, 2, 3, 4, 5))
     assert column.addresses(PathEnd(run, 4), 1).tolist() == [12, 13, 14]
