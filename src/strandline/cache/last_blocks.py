@@ -1,18 +1,17 @@
 """Which runs hold the last blocks that snapshots need, where several may begin with the same tokens."""
 
-from strandline.cache.tree import Run, Snapshot, child_with_prefix
+from strandline.cache.tree import Run, Snapshot, child_with_prefix, children_with_prefix
 
 
 def snapshots_that_need(run: Run) -> list[Snapshot]:
     """Return the snapshots of the parent whose tokens only the one block of a childless run holds."""
-    parent, key = run.parent, run.first_key
+    parent = run.parent
     if parent is None:
         return []
-    others = [other for other in parent.child_keys if other != key]
     return [
         snapshot
-        for snapshot in parent.snapshots_in(run.start_block, key)
-        if snapshot.is_in_child and not any(other.startswith(snapshot.key[1]) for other in others)
+        for snapshot in parent.snapshots_in(run.start_block, run.first_key)
+        if snapshot.is_in_child and children_with_prefix(parent, snapshot.key[1]) == [run]
     ]
 
 

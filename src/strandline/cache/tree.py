@@ -128,9 +128,8 @@ class Snapshot:
         run, (_, rest) = self.home, self.key
         if not self.is_in_child:
             return 1 if run.snapshot_after(self) is not None else min(len(run.child_keys), 2)
-        index = bisect_left(run.child_keys, rest)
-        longer = [other for other in run.child_keys[index : index + 2] if other.startswith(rest) and other != rest]
-        return 0 if len(longer) == 1 and _is_kept_for(run.children[longer[0]], self) else len(longer)
+        longer = [child for child in children_with_prefix(run, rest) if len(child.tokens) > len(rest)]
+        return 0 if len(longer) == 1 and _is_kept_for(longer[0], self) else len(longer)
 
     def replace(self, evicted: "Snapshot") -> None:
         """Replace an evicted snapshot below: its queued requests resume here now."""
@@ -407,12 +406,15 @@ def remove_child(child: Run, *, ghost_tokens: int) -> None:
         _remember(parent.evicted_children, hash(key), ghost_tokens + max(child.evicted_children.values(), default=0))
 
 
+def children_with_prefix(run: Run, prefix: bytes) -> list[Run]:
+    """Return the children whose first block begins with ``prefix``, up to two."""
+    index = bisect_left(run.child_keys, prefix)
+    return [run.children[key] for key in run.child_keys[index : index + 2] if key.startswith(prefix)]
+
+
 def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
     """Return a child whose first block begins with ``prefix``, or None."""
-    index = bisect_left(run.child_keys, prefix)
-    if index < len(run.child_keys) and run.child_keys[index].startswith(prefix):
-        return run.children[run.child_keys[index]]
-    return None
+    return next(iter(children_with_prefix(run, prefix)), None)
 
 
 def path_blocks(run: Run) -> "array[int]":

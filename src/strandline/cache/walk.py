@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from strandline.cache.paths import descend
-from strandline.cache.tree import Run, Snapshot, deepest_snapshot_on
+from strandline.cache.tree import Run, Snapshot, children_with_prefix, deepest_snapshot_on
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
@@ -67,13 +67,7 @@ def _before_branch(run: Run, data: bytearray) -> Snapshot | None:
     offset = run.end_block * BLOCK_KEY_BYTES
     after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
     for snapshot in run.snapshots_in(run.end_block, after):
-        if _num_children_with_prefix(run, snapshot.key[1]) > 1:
+        if len(children_with_prefix(run, snapshot.key[1])) > 1:
             return snapshot
     num_own = run.num_own_snapshots
     return run.snapshots[run.keys[num_own - 1]] if num_own else None
-
-
-def _num_children_with_prefix(run: Run, prefix: bytes) -> int:
-    """Count the children whose first block begins with ``prefix``, up to two."""
-    index = bisect_left(run.child_keys, prefix)
-    return sum(key.startswith(prefix) for key in run.child_keys[index : index + 2])

@@ -13,7 +13,7 @@ from typing import Final
 
 from strandline.cache.core import PrefixCache
 from strandline.cache.lease import Lease
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run, Snapshot, children_with_prefix
 from strandline.ids import BLOCK_TOKENS, RequestId
 from strandline.records.excerpts import BEFORE_TOKENS, EXCERPT_TOKENS, excerpt
 from strandline.records.tokens import TOKEN_BYTES, common_tokens
@@ -137,10 +137,9 @@ class _TreeExcerpt:
         visited = keys[: self._num_snapshot_visits]
         self._num_snapshot_visits -= len(visited)
         for key in visited:
-            index = bisect_left(run.child_keys, key[1])
-            continued_by = [child for child in run.child_keys[index : index + 2] if child.startswith(key[1])]
+            continued_by = children_with_prefix(run, key[1])
             if len(continued_by) == 1:
-                self._in_first_block.setdefault(run.children[continued_by[0]], []).append(run.snapshots[key])
+                self._in_first_block.setdefault(continued_by[0], []).append(run.snapshots[key])
             else:
                 shared.append(run.snapshots[key])
         return shared, len(keys) - len(visited)
