@@ -11,7 +11,6 @@ from typing import Final
 from strandline.cache.announcements import Announces
 from strandline.cache.below import FirstTier
 from strandline.cache.eviction import Entry, EvictionOrder, EvictionQueue, can_evict, resolve
-from strandline.cache.last_blocks import run_of_last_block, snapshots_that_need
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.owners import BlockOwners
 from strandline.cache.resume import Match
@@ -24,7 +23,9 @@ from strandline.cache.tree import (
     detach_snapshot,
     first_unneeded_block,
     remove_child,
+    run_of_last_block,
     snapshot_above,
+    snapshots_that_need,
 )
 from strandline.cache.window_blocks import WindowBlocks, Windows
 from strandline.errors import CacheInvariantError

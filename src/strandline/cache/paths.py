@@ -10,7 +10,6 @@ Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and t
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Any, Protocol, Self, TypeVar
 
 from strandline.ids import BLOCK_TOKENS
@@ -25,15 +24,11 @@ class PathRun(Protocol):
 
     parent: Self | None
     start_block: int
-    """Blocks of the path before it."""
     tokens: bytearray
     children: dict[bytes, Self]
-    """By their first blocks."""
     snapshots: dict[SnapshotKey, Any]
     keys: list[SnapshotKey]
-    """The keys of ``snapshots``, sorted."""
     hashes: list[bytes]
-    """Hashes of the paths to its first blocks, as far as events need them."""
 
     @property
     def end_block(self) -> int: ...
@@ -49,24 +44,6 @@ def position_of(key: SnapshotKey) -> int:
     """Return the position of a snapshot."""
     num_blocks, rest = key
     return num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES
-
-
-def runs_below(root: Run_t) -> Iterator[Run_t]:
-    """Yield a run and all below it, each after the one above it."""
-    waiting = [root]
-    while waiting:
-        run = waiting.pop()
-        yield run
-        waiting += run.children.values()
-
-
-def path_tokens(run: PathRun) -> bytes:
-    """Return the tokens up to a run's end, encoded."""
-    parts, node = list[bytearray](), run
-    while node.parent is not None:
-        parts.append(node.tokens)
-        node = node.parent
-    return b"".join(reversed(parts))
 
 
 def descend(root: Run_t, data: bytes | bytearray, num_blocks: int) -> tuple[Run_t, int]:

@@ -21,7 +21,6 @@ from strandline.cache.tree import (
     child_with_prefix,
     find_home,
     remove_child,
-    snapshot_at,
     split,
     tail_that_begins,
 )
@@ -125,8 +124,8 @@ class Publisher:
         reached = [cut for cut in lease.cuts if cut.position <= lease.computed]
         lease.cuts = [cut for cut in lease.cuts if cut.position > lease.computed]
         for cut in reached:
-            home = find_home(lease.run, lease.tokens.data, cut.position)
-            if snapshot_at(home) is None:
+            run, key = home = find_home(lease.run, lease.tokens.data, cut.position)
+            if key not in run.snapshots:
                 self.publish(lease, cut, home)
             else:
                 self._memory.free_cut(cut)

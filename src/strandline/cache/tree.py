@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from typing import TypeVar
 
-from strandline.cache.paths import SnapshotKey, insert_above, path_tokens
+from strandline.cache.paths import SnapshotKey, insert_above
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
@@ -266,8 +266,8 @@ class Run:
 
 def path_to(run: Run) -> tuple[str, bytes]:
     """Return the salt of a run's tree, and the tokens up to the run's end, encoded."""
-    *_, root = run.ancestry()
-    return root.salt, path_tokens(run)
+    path = list(run.ancestry())
+    return path[-1].salt, b"".join(node.tokens for node in reversed(path))
 
 
 Home = tuple[Run, SnapshotKey]
@@ -374,12 +374,6 @@ def find_home(run: Run, data: bytearray, position: int) -> Home:
     return run, (num_blocks, bytes(data[num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES]))
 
 
-def snapshot_at(home: Home) -> Snapshot | None:
-    """Return the snapshot that belongs somewhere in the tree, or None."""
-    run, key = home
-    return run.snapshots.get(key)
-
-
 def add_child(parent: Run, child: Run) -> None:
     """Link a child; no other child of the parent may have its first block."""
     key = child.first_key
@@ -415,6 +409,23 @@ def children_with_prefix(run: Run, prefix: bytes) -> list[Run]:
 def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
     """Return a child whose first block begins with ``prefix``, or None."""
     return next(iter(children_with_prefix(run, prefix)), None)
+
+
+def snapshots_that_need(run: Run) -> list[Snapshot]:
+    """Return the snapshots of the parent whose tokens only the one block of a childless run holds."""
+    parent = run.parent
+    if parent is None:
+        return []
+    return [
+        snapshot
+        for snapshot in parent.snapshots_in(run.start_block, run.first_key)
+        if snapshot.is_in_child and children_with_prefix(parent, snapshot.key[1]) == [run]
+    ]
+
+
+def run_of_last_block(snapshot: Snapshot) -> Run | None:
+    """Return a run that holds the last block that a snapshot needs."""
+    return child_with_prefix(snapshot.home, snapshot.key[1]) if snapshot.is_in_child else snapshot.home
 
 
 def path_blocks(run: Run) -> "array[int]":

@@ -63,7 +63,7 @@ def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
 
 
 def _before_branch(run: Run, data: bytearray) -> Snapshot | None:
-    """Return a run's deepest snapshot that several of its children continue, one of which the data does."""
+    """Return a run's deepest snapshot on the path of the data that several of its children continue."""
     offset = run.end_block * BLOCK_KEY_BYTES
     after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
     for snapshot in run.snapshots_in(run.end_block, after):

@@ -54,7 +54,7 @@ def test_cached_kv_without_a_snapshot_is_reported_as_no_snapshot() -> None:
     )
 
 
-def test_evicted_snapshot_is_remembered_after_its_run_was_split_before_it() -> None:
+def test_evicted_snapshot_is_remembered_when_its_run_is_split() -> None:
     driver = Driver()
     driver.serve(prompt(94))
     driver.serve(prompt(200))

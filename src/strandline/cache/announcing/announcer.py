@@ -14,7 +14,7 @@ from typing import Protocol
 from strandline.cache.announcing.copies import Copies
 from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
 from strandline.cache.core import PrefixCache
-from strandline.cache.paths import runs_below
+from strandline.cache.traversal import runs_below
 from strandline.cache.tree import Run, Snapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import (

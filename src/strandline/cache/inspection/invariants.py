@@ -14,7 +14,7 @@ from strandline.cache.eviction import Entry, resolve
 from strandline.cache.internals import Internals
 from strandline.cache.last_lookup import LastLookup
 from strandline.cache.lease import Lease
-from strandline.cache.paths import position_of, runs_below
+from strandline.cache.paths import position_of
 from strandline.cache.probation import max_probes
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
@@ -22,6 +22,7 @@ from strandline.cache.tiers.path_blocks import located
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.tiers.tier_tree import Block, Column, Copy, TierRun, TierSnapshot
+from strandline.cache.traversal import runs_below
 from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
 from strandline.cache.walk import walk
 from strandline.cache.window_blocks import Window, WindowBlocks

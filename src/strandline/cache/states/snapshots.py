@@ -6,7 +6,7 @@ from strandline.cache.memory import CacheMemory
 from strandline.cache.placement import Placement
 from strandline.cache.publish import Publisher
 from strandline.cache.resume import Match
-from strandline.cache.tree import Home, find_home, snapshot_at
+from strandline.cache.tree import Home, find_home
 from strandline.cache.window_blocks import Window, Windows
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import resumable_end
@@ -61,8 +61,8 @@ class LeasedSnapshots:
             return None
         if resumable_end(lease.tokens.data, position) < position:
             return None  # it is inside a picture, where nothing resumes
-        home = find_home(lease.run, lease.tokens.data, position)
-        return home if snapshot_at(home) is None else None
+        run, key = find_home(lease.run, lease.tokens.data, position)
+        return None if key in run.snapshots else (run, key)
 
     def keeps(self, kind: SnapshotKind) -> bool:
         """Whether a lease's own state becomes a snapshot of this kind."""

@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-from strandline.cache.last_blocks import run_of_last_block
 from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
-from strandline.cache.tree import Run, Snapshot, path_blocks, path_to
+from strandline.cache.tree import Run, Snapshot, path_blocks, path_to, run_of_last_block
 from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_SLOT, BlockId, SlotId

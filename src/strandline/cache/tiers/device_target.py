@@ -7,7 +7,7 @@ from dataclasses import replace
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.tiers.tier_tree import Copy
-from strandline.cache.tree import find_home, snapshot_at
+from strandline.cache.tree import find_home
 from strandline.cache.window_blocks import Window, WindowBlocks
 from strandline.ids import NULL_SLOT, BlockId
 from strandline.records.actions import Completion, MoveBlock, SnapshotCopy, StoreOut
@@ -101,7 +101,8 @@ class DeviceTarget:
     def _inherit(self, copy: Copy) -> None:
         """Continue what a tier knows of the use of the snapshot that is loaded."""
         lease = self.lease
-        snapshot = snapshot_at(find_home(lease.run, lease.tokens.data, lease.computed))
+        run, key = find_home(lease.run, lease.tokens.data, lease.computed)
+        snapshot = run.snapshots.get(key)
         if snapshot is not None:
             snapshot.use, snapshot.is_shared, snapshot.is_superseded = copy.use, copy.is_shared, copy.is_superseded
             self._cache.memory.offer(snapshot)

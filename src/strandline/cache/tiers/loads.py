@@ -28,7 +28,7 @@ from strandline.cache.tiers.spills import Spills
 from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_tree import TierTree
-from strandline.cache.tree import Run, find_home, snapshot_at
+from strandline.cache.tree import Run, find_home
 from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
@@ -368,4 +368,5 @@ def _lacking(root: Run, data: bytearray, offer: Offer) -> _Lacking | None:
 
 def _is_cached(end: Walk, data: bytearray, position: int) -> bool:
     """Return whether the device has the snapshot at a position of a walked path."""
-    return position <= end.kv_tokens and snapshot_at(find_home(end.run, data, position)) is not None
+    run, key = find_home(end.run, data, position)
+    return position <= end.kv_tokens and key in run.snapshots

@@ -10,8 +10,8 @@ known: at the start for prompts without one, else with the first request under i
 from collections.abc import Callable, Iterable, Iterator
 
 from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
-from strandline.cache.paths import runs_below
 from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot, TierTree
+from strandline.cache.traversal import runs_below
 from strandline.errors import CacheInvariantError
 from strandline.records.cache_events import BlocksRemoved, CacheEvent, SnapshotRemoved, SnapshotStored
 

@@ -16,7 +16,8 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from strandline.cache.last_lookup import LastLookup
-from strandline.cache.paths import SnapshotKey, descend, insert_above, path_tokens, position_of, runs_below
+from strandline.cache.paths import SnapshotKey, descend, insert_above, position_of
+from strandline.cache.traversal import runs_below
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.account import SnapshotKind
@@ -412,8 +413,8 @@ class TierSnapshot:
 
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""
-        before = b"" if self.home is None else path_tokens(self.home)
-        return before[: self.num_blocks * BLOCK_KEY_BYTES] + self.rest
+        runs = [run.tokens for run in self.ancestry()][::-1]
+        return b"".join(runs)[: self.num_blocks * BLOCK_KEY_BYTES] + self.rest
 
 
 @dataclass(slots=True, eq=False)

@@ -5,9 +5,10 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.paths import descend, runs_below
+from strandline.cache.paths import descend
 from strandline.cache.tiers.path_blocks import PathBlocks
 from strandline.cache.tiers.tier_tree import Copy, PathEnd, TierSnapshot, TierTree, pieces
+from strandline.cache.traversal import runs_below
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
