@@ -36,7 +36,7 @@ from strandline.kernels.experts import many_triton, moe_triton
 from strandline.kernels.experts.few_triton import mixture_few
 from strandline.kernels.experts.many_triton import compute_choices, compute_dequantized
 from strandline.kernels.gemm.formats.launches import few_pair
-from strandline.kernels.gemm.formats.operand_triton import can_extend
+from strandline.kernels.gemm.formats.operand_triton import can_extend, operand
 from strandline.kernels.gemm.library_triton import dequantize_into
 from strandline.kernels.launch import Launch, Pair
 
@@ -209,6 +209,15 @@ def test_a_shared_expert_like_the_others_is_added(
     with poisoned_memory():
         out_TD = added_up(moe_triton.mixture(case.x_TD, case.experts, router, case.shared))
     assert_near(out_TD, case.expected(with_shared=True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_with_an_extra_matrix_are_one_flat_tuple(name: str) -> None:
+    # Triton compiles no None in a tuple inside a tuple, as factors would be, though it interprets it.
+    weight, extra = FORMATS[name].weight(2, 16, 128), FORMATS[name].weight(16, 128)
+    assert can_extend(weight, extra)
+    for taken in (operand(weight), operand(weight, extra)):
+        assert not any(isinstance(argument, tuple) for argument in taken.data)
 
 
 def test_pairs_of_parameters_are_complete() -> None:

@@ -80,17 +80,17 @@ class MicroscaledLayout(NamedTuple):
 
 def data(weight: CodedWeight, extra: CodedWeight | None = None) -> tuple:
     """Return words and how many a row has, scales of blocks and their strides of rows and of blocks, factors, if there
-    are any, ``HIGH_BITS``, and an extra matrix.
+    are any, and ``HIGH_BITS``.
 
     Args:
-        extra: one more matrix, for tiles alone, whose number comes after the others'. The argument holds words, scales
-            and their stride of blocks, factors, and this number.
+        extra: one more matrix, for tiles alone, whose number comes after the others'. Its words, scales and their
+            stride of blocks, its factors and this number are further arguments.
     """
-    scales, more = _block_scales(weight), None
+    scales, more = _block_scales(weight), (None, None, 0, None, 0)
     if extra is not None:
         extra_scales = _block_scales(extra)
         more = (extra.words, extra_scales, extra_scales.stride(-1), extra.factors, len(weight.words))
-    return weight.words, weight.words.shape[-1], scales, *scales.stride()[-2:], weight.factors, HIGH_BITS, more
+    return weight.words, weight.words.shape[-1], scales, *scales.stride()[-2:], weight.factors, HIGH_BITS, *more
 
 
 def _block_scales(weight: CodedWeight) -> Tensor:
@@ -202,9 +202,9 @@ def tile(
 ):
     """Multiply as ``operand_triton.py`` says; ``BLOCK_K`` is a block."""
     x_ptr, _, stride_x, _ = x
-    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, high_bits, extra = weight
-    if extra is not None:
-        extra_ptr, extra_scale_ptr, extra_stride_block, extra_factor_ptr, num_matrices = extra
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, high_bits = weight[:7]
+    extra_ptr, extra_scale_ptr, extra_stride_block, extra_factor_ptr, num_matrices = weight[7:]
+    if extra_ptr is not None:
         is_extra = matrix == num_matrices
         weight_ptr = tl.where(is_extra, extra_ptr, weight_ptr)
         scale_ptr = tl.where(is_extra, extra_scale_ptr, scale_ptr)
@@ -264,7 +264,7 @@ def tile(
 @triton.jit
 def dequantize(weight, read_N, block, LAYOUT: tl.constexpr):
     """Return as ``operand_triton.py`` says the numbers of a block."""
-    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr, _, _ = weight
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block, factor_ptr = weight[:6]
     N: tl.constexpr = read_N.shape[0]
     BLOCK_WORDS: tl.constexpr = BLOCK_INPUTS // LAYOUT.codes
     word_W = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
@@ -311,7 +311,7 @@ def _dequantize_plane(words_NW, packed_N, factor_N, PLANE: tl.constexpr, LAYOUT:
 @triton.jit
 def _load_pieces(weight, row_CN, is_1N, start, LAYOUT: tl.constexpr, IS_EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load pieces of rows, ``[J, C, N, W]``, and the scales of their first two and of other planes, ``[J, C, N]``."""
-    weight_ptr, num_words, scale_ptr, stride_row, stride_block, _, _, _ = weight
+    weight_ptr, num_words, scale_ptr, stride_row, stride_block = weight[:5]
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
     SPAN_PIECES: tl.constexpr = SPAN_WORDS // PIECE_WORDS
     BLOCK_PIECES: tl.constexpr = BLOCK_INPUTS // PIECE_INPUTS
@@ -402,7 +402,7 @@ def multiply_rows(
     tl.static_assert(NORM is None, "only dense weights normalise rows as they read them")
     words_JCNW, scales, up_JCNW, up_scales = loaded
     x_ptr, _, stride_x, _ = x
-    _, _, _, _, _, factor_ptr, _, _ = weight
+    factor_ptr = weight[5]
     NUM_PARTS: tl.constexpr = 2 if IS_GATED else 1
     PIECE_INPUTS: tl.constexpr = PIECE_WORDS * LAYOUT.codes
     SPAN_PIECES: tl.constexpr = SPAN_WORDS // PIECE_WORDS
