@@ -1,8 +1,8 @@
 """Which kernel multiplies, and with which launch, by the weight's format, sizes and number of rows.
 
 Launches of quantised weights are in the rows of formats (``formats``), those of dense ones here, measured in the same
-way. The choice depends on shapes and dtypes alone; ``Launches.FIXED`` always chooses tiles that
-add in one order.
+way. The choice depends on shapes and dtypes, and on whether the GPU's launches overlap; ``Launches.FIXED`` always
+chooses tiles that add in one order.
 """
 
 from enum import Enum
@@ -13,6 +13,7 @@ import torch
 from strandline.kernels.gemm.formats.launches import MANY, LinearLaunches, Preloaded, Tiles, rows_launch
 from strandline.kernels.gemm.fp8 import can_multiply_in_torch
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, ScaledWeight
+from strandline.kernels.gpu import HOST, gpu_of
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.quantized_rows import Rows
@@ -27,7 +28,8 @@ class Kernel(Enum):
     SKINNY = "skinny"
     """Up to 16 rows, a dense weight streamed through tensor cores (``skinny_triton.py``)."""
     PRELOADED = "preloaded"
-    """A few rows, a large weight in FP8 that is loaded before the launch waits (``preloaded_triton.py``)."""
+    """A few rows, a large weight in FP8 that is loaded before the launch waits (``preloaded_triton.py``), on GPUs whose
+    launches overlap."""
     TILES = "tiles"
     """Tiles of rows and outputs (``tiles_triton.py``)."""
     LIBRARY = "library"
@@ -151,8 +153,11 @@ def choose_quantized(
     wide_outputs = measured.tiles.wide_outputs
     if num_outputs * num_inputs <= next((n for most, n in measured.max_numbers.items() if num_rows <= most), 0):
         is_wide = num_outputs // (1 + is_gated) >= wide_outputs
+        if num_rows == 1 and is_wide:
+            gated = measured.rows_one_wide_gated if is_gated else None
+            return Plan(Kernel.ROWS, gated or measured.rows_one_wide)
         if num_rows == 1:
-            return Plan(Kernel.ROWS, measured.rows_one_wide if is_wide else measured.rows_one)
+            return Plan(Kernel.ROWS, measured.rows_one)
         return Plan(Kernel.ROWS, measured.rows_several_wide if is_wide else measured.rows_several)
     max_rows = measured.max_rows_wide if num_outputs >= wide_outputs else measured.max_rows_narrow
     if num_rows > max_rows and (not isinstance(weight, ScaledWeight) or can_multiply_in_torch(rows, weight)):
@@ -168,11 +173,13 @@ def choose_quantized(
 
 
 def _can_preload(rows: Rows, weight: QuantizedWeight, preloaded: Preloaded) -> bool:
-    """Return whether a product loads its weight before it waits."""
+    """Return whether a product loads its weight before it waits; interpreted kernels do as those of Hopper GPUs."""
+    gpu = gpu_of(rows.device)
     num_outputs, num_inputs = weight.shape
     is_few = len(rows) in preloaded.num_rows and rows.dtype != torch.float32
     is_large = num_outputs * num_inputs >= preloaded.min_numbers
-    return is_few and is_large and num_inputs % preloaded.launch.block_k == 0
+    is_divided = num_inputs % preloaded.launch.block_k == 0
+    return is_few and is_large and is_divided and (gpu.can_overlap or gpu is HOST)
 
 
 def _split(tile: Launch, num_inputs: int, splits: int) -> Launch:

@@ -15,6 +15,7 @@ from torch import Tensor
 from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
 from strandline.kernels.gemm.linear import gated_linear, head_linear, linear
 from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, ScaledWeight, StackedWeight
+from strandline.kernels.gpu import GPUS, standing_for
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.activation import swiglu
@@ -350,6 +351,23 @@ def test_few_rows_preload_large_weights(num_rows: int, num_inputs: int, dtype: t
     assert choose(x, weight, Launches.MEASURED).kernel is kernel
     # What adapters do is added by other kernels.
     assert choose_adapted(x, weight).kernel in (Kernel.ROWS, Kernel.TILES)
+
+
+@pytest.mark.parametrize(("is_gated", "outputs"), [(False, 8), (True, 2)])
+def test_programs_have_fewer_outputs_of_two_4_bit_matrices(outputs: int, *, is_gated: bool) -> None:
+    weight = four_bit_weight(16384, 128, device="meta")
+    plan = choose(torch.empty(1, 128, device="meta"), weight, Launches.MEASURED, is_gated=is_gated)
+    assert plan.kernel is Kernel.ROWS
+    assert plan.launch is not None
+    assert plan.launch.block_n == outputs
+
+
+@pytest.mark.parametrize(("architecture", "is_preloaded"), [("sm_89", False), ("sm_90", True), ("sm_120", True)])
+def test_weights_are_preloaded_where_launches_overlap(architecture: str, *, is_preloaded: bool) -> None:
+    x = torch.empty(3, 4096, dtype=torch.bfloat16, device="meta")
+    weight = scaled_weight(2048, 4096, device="meta")
+    with standing_for(GPUS[architecture]):
+        assert (choose(x, weight, Launches.MEASURED).kernel is Kernel.PRELOADED) is is_preloaded
 
 
 @pytest.mark.parametrize(("num_rows", "block_m", "splits"), [(33, 64, 8), (192, 64, 5), (193, 128, 1), (4096, 128, 1)])

@@ -78,6 +78,8 @@ FOUR_BIT_LINEAR: Final = LinearLaunches(
     rows_one=rows_launch(4, 4096, 4),
     rows_several=rows_launch(4, 2048, 2),
     rows_one_wide=rows_launch(8, 1024, 1),
+    # Eight outputs of both are more than a thread has registers for.
+    rows_one_wide_gated=rows_launch(2, 1024, 1),
     rows_several_wide=rows_launch(4, 1024, 1),
     tiles=Tiles(
         {16: Launch(16, 64, BLOCK_INPUTS, 2, 4), MANY: CODED_MIDDLE},

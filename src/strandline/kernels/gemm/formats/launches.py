@@ -85,6 +85,9 @@ class LinearLaunches(NamedTuple):
     """What a split aims at."""
     programs_split_several: int | None = None
     """What it aims at where there are several tiles of rows; None: the same."""
+    rows_one_wide_gated: Launch | None = None
+    """As ``rows_one_wide``, of gate and up projections: with a gate a program holds twice as many numbers; None: the
+    same."""
     preloaded: Preloaded | None = None
     """None: no product does; else those whose inputs blocks divide."""
     max_rows_pair: int = 64
