@@ -7,10 +7,19 @@ from torch import Tensor
 NUM_SMS: Final = 132
 """Multiprocessors of the H200, for which grids are shaped; other GPUs run the same grids."""
 
+DIVISOR: Final = 16
+"""Triton compiles a kernel by whether this divides its sizes and the addresses of its tensors: where it always does,
+once."""
+
 
 def cdiv(size: int, tile: int) -> int:
     """Return how many tiles cover a size."""
     return -(-size // tile)
+
+
+def round_up(size: int, divisor: int) -> int:
+    """Return the smallest multiple that is no smaller."""
+    return cdiv(size, divisor) * divisor
 
 
 def next_power_of_2(size: int) -> int:

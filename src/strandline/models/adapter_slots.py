@@ -4,19 +4,20 @@ A slot holds what one adapter adds to every projection, in memory that stays whe
 before an adapter is put into a slot compute with it. A projection of several published weights has factors of its own
 for each of them, so that any fused matrix takes any adapter.
 
-Shape suffixes: S slots, P published weights of a projection (its parts), Q those of all projections, R ranks, I inputs,
-O outputs.
+Shape suffixes: S slots, P published weights of a projection (its parts), Q those of all projections, and columns
+between them (``ALIGNED_PARTS``), R ranks, I inputs, O outputs.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.gemm.low_rank import AdapterRows, Adapters, AdapterWeights
+from strandline.kernels.sizes import DIVISOR, round_up
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.targets import Piece, Target
@@ -24,6 +25,9 @@ from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
 from strandline.models.storage.low_rank import LowRank, is_matrix
 from strandline.models.storage.stored_rows import Rows, base_of, rows_and_sources
+
+ALIGNED_PARTS: Final = 4
+"""A projection's ranks begin at a multiple, of 16 bytes: kernels are compiled once for all projections."""
 
 
 class SlotSizes(NamedTuple):
@@ -123,17 +127,18 @@ class AdapterSlots:
             if owner is not None:
                 placed = [Part(*rows_and_sources(piece, shape, len(owner.weight_OI)), piece) for piece in pieces]
                 by_owner.setdefault(owner, {})[name] = placed
-        num_parts = sum(map(len, by_owner.values()))
-        self._rank_SQ = torch.zeros(self.num_slots, num_parts, dtype=torch.int32, device=device)
+        num_columns = round_up(sum(round_up(len(parts), ALIGNED_PARTS) for parts in by_owner.values()), DIVISOR)
+        self._rank_SQ = torch.zeros(self.num_slots, num_columns, dtype=torch.int32, device=device)
+        self._columns = dict[str, int]()
         self._projections = list[AdaptedProjection]()
         for owner, parts in by_owner.items():
             self._attach(owner, parts)
-        self._names = [name for projection in self._projections for name in projection.parts]
 
     def _attach(self, owner: Projection, parts: Mapping[str, Sequence[Part]]) -> None:
         num_outputs, num_inputs = owner.weight_OI.shape
         num_slots, max_rank, _ = self.sizes
-        start, device = sum(len(projection.parts) for projection in self._projections), self.device
+        start, device = round_up(max(self._columns.values(), default=-1) + 1, ALIGNED_PARTS), self.device
+        self._columns |= {name: start + index for index, name in enumerate(parts)}
         part_O = torch.full((num_outputs,), -1, dtype=torch.int32)
         for index, placed in enumerate(parts.values()):
             for part in placed:
@@ -162,7 +167,7 @@ class AdapterSlots:
                 f"{adapter.directory} changes {other}; adapters may change {', '.join(sorted(self.sizes.modules))}: "
                 "add it to --lora-target-modules"
             )
-        merged = sorted(changes.keys() - {*self._names})
+        merged = sorted(changes.keys() - self._columns.keys())
         if merged:
             raise WeightsError(
                 f"{adapter.directory} changes {merged[0]}"
@@ -175,10 +180,12 @@ class AdapterSlots:
         found = [(projection, projection.factors(changes)) for projection in self._projections]
         if not all(bool(factor.isfinite().all()) for _, factors in found for factor in factors or ()):
             raise WeightsError(f"{adapter.directory} has numbers that are too large for the model's dtype")
-        ranks = torch.tensor([changes[name].rank if name in changes else 0 for name in self._names], dtype=torch.int32)
+        rank_Q = self._no_ranks()
+        for name, change in changes.items():
+            rank_Q[self._columns[name]] = change.rank
         return AdapterImage(
             {projection: Factors(*map(self._pinned, factors)) for projection, factors in found if factors is not None},
-            self._pinned(ranks),
+            self._pinned(rank_Q),
         )
 
     def _pinned(self, values: Tensor) -> Tensor:
@@ -187,11 +194,14 @@ class AdapterSlots:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the published weights that adapters may change, by name."""
-        return {name: self._shapes[name] for name in self._names}
+        return {name: self._shapes[name] for name in self._columns}
 
     def empty(self) -> AdapterImage:
         """Return an adapter that changes nothing."""
-        return AdapterImage({}, torch.zeros_like(self._rank_SQ[0], device="cpu"))
+        return AdapterImage({}, self._no_ranks())
+
+    def _no_ranks(self) -> Tensor:
+        return torch.zeros_like(self._rank_SQ[0], device="cpu")
 
     def fill(self, slot: int, image: AdapterImage) -> None:
         """Put an adapter into a slot. Steps that have been launched compute with the one before."""

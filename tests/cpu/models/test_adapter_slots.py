@@ -13,6 +13,7 @@ from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.hardware.upload import upload_together
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.models.adapter_slots import SlotSizes
+from strandline.models.layers.projection import Projection
 from strandline.models.storage.adapter_files import AdapterFiles, read_adapter
 from strandline.models.weights import load_model
 from tests.cpu.models import adapters, families
@@ -66,6 +67,17 @@ def test_each_row_is_computed_with_its_own_adapter(name: str, tmp_path: Path) ->
         expected = logits_of(merged[slot], [*prompt, NEXT])
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-4)
     assert (found[0] - found[1]).abs().max() > 0.3
+
+
+def test_ranks_of_all_projections_are_aligned(tmp_path: Path) -> None:
+    """Kernels are compiled by whether 16 divides addresses and strides: once, so."""
+    model = load_model(families.save("qwen3_5", tmp_path), dtype=torch.float32, adapter_slots=SlotSizes(2, RANK))
+    adapted = [module.adapters for module in model.modules() if isinstance(module, Projection)]
+    ranks = [adapters.weights.rank_SP for adapters in adapted if adapters is not None]
+    assert len({rank_SP.shape[1] for rank_SP in ranks}) > 1
+    assert len({rank_SP.data_ptr() for rank_SP in ranks}) == len(ranks)
+    assert {rank_SP.data_ptr() % 16 for rank_SP in ranks} == {0}
+    assert {rank_SP.stride(0) % 16 for rank_SP in ranks} == {0}
 
 
 def logits_of(oracle: Any, tokens: Sequence[int]) -> Tensor:

@@ -36,11 +36,8 @@ from strandline.kernels.launch import Launch, Pair
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.rowwise.quantized_rows import GROUP, QuantizedRows, Rows, flat_rows, plain_rows
 from strandline.kernels.rowwise.quantizing_triton import quantize_groups, quantized
-from strandline.kernels.sizes import cdiv
+from strandline.kernels.sizes import DIVISOR, cdiv, round_up
 from strandline.kernels.stages_triton import staged
-
-DIVISOR = 16
-"""Triton compiles a kernel apart for numbers that this one divides."""
 
 SCRATCH_BYTES = 1 << 29
 """Memory of weights that are dequantised at a time, unless ``ALIGNED_EXPERTS`` take more."""
@@ -397,8 +394,7 @@ def _unfilled(num_rows: int, size: int, like: Rows, *, is_quantized: bool) -> Ro
     if not is_quantized:
         return torch.empty((num_rows, size), dtype=like.dtype, device=like.device)
     values_AF = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=like.device)
-    padded_rows = cdiv(num_rows, DIVISOR) * DIVISOR
-    scale_XA = torch.empty((cdiv(size, GROUP), padded_rows), dtype=torch.float32, device=like.device)
+    scale_XA = torch.empty((cdiv(size, GROUP), round_up(num_rows, DIVISOR)), dtype=torch.float32, device=like.device)
     return QuantizedRows(values_AF, scale_XA, num_rows, like.dtype)
 
 

@@ -94,7 +94,7 @@ def _multiply(
 
 
 @staged
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "span"])
 def _tiles_kernel(
     x,
     weight,
