@@ -3,13 +3,11 @@
 Tensors on the device ``meta`` have shapes and dtypes alone. The host reads zeros from them, and nothing is pinned.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 META: Final = torch.device("meta")
@@ -19,29 +17,16 @@ META: Final = torch.device("meta")
 def zeros_from_meta() -> Iterator[None]:
     """Let the host read zeros from tensors without memory."""
     operations = _Operations()  # type: ignore[no-untyped-call]
-    with _HostFunctions(), operations:
+    with operations:
         yield
 
 
-class _HostFunctions(TorchFunctionMode):
-    """Functions of tensors that do not pass through the dispatcher, and memory that would be pinned."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        others = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        if func is Tensor.pin_memory:
-            return args[0]
-        if func is Tensor.tolist and args[0].is_meta:
-            return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
-        return func(*args, **others)
-
-
 class _Operations(TorchDispatchMode):
-    """Copies from tensors without memory to the host's, and what torch 2.11 cannot do with such tensors."""
+    """Copies from tensors without memory to the host's, memory that would be pinned, and what torch 2.11 cannot do with
+    tensors without memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        named = dict(kwargs or {})
+        named = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         match func.overloadpacket:
             case torch.ops.aten.copy_ if args[1].is_meta and not args[0].is_meta:
                 return args[0].zero_()
