@@ -6,9 +6,14 @@
 Which kernels an engine needs is found out by a dry run (``engine/processes/dry_run.py``) for each configuration and
 GPU. Of a GPU's kernels that Triton does not tell apart, one is compiled. Each dry run and each kernel takes a process,
 as many at once as ``--processes`` says; what is compiled goes first. With ``--store`` a run takes up where another one
-ended, by ``--limit`` or by a signal. Registers and spills are the assembler's, of a thread; Triton itself checks
-neither these nor shared memory when it compiles. A configuration is compiled as it is, with ``--deterministic``, with
-adapters, and some with drafts; ``--families`` adds the tiny models of ``tests/cpu/models``.
+ended, by ``--limit`` or by a signal: what is stored are facts, a few hundred bytes of a kernel. Registers and spills
+are the assembler's, of a thread; Triton itself checks neither these nor shared memory when it compiles. A configuration
+is compiled as it is, with ``--deterministic``, with adapters, and some with drafts; ``--families`` adds the tiny models
+of ``tests/cpu/models``.
+
+For GPUs of one generation (8.0, 8.6 and 8.9; 10.0 and 10.3; 12.0 and 12.1) Triton writes the same PTX of most kernels.
+What is compiled for one of them is therefore assembled for the others, too. The first kernels of each name and one of
+32 thereafter are compiled for each GPU; where their PTX differs by more than the GPU's name, all of that name are.
 
 The exit status is 1 if a kernel does not run, else 3 if the time did not suffice for all.
 """
@@ -16,19 +21,17 @@ The exit status is 1 if a kernel does not run, else 3 if the time did not suffic
 import argparse
 import gc
 import hashlib
+import io
 import json
 import math
 import multiprocessing
 import os
-import pickle
-import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
@@ -60,6 +63,9 @@ DRAFTS: dict[str, list[dict[str, Any]]] = {
     "qwen3.5-35b-a3b-nvfp4": [MTP],
 }
 """Drafters of configurations that are also compiled with drafts."""
+
+SAMPLE = 32
+"""Of so many kernels, one is compiled for each GPU of a generation, whatever others of its name have shown."""
 
 FEW_STEPS = {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
 """Options for which a dry run has few sizes of steps."""
@@ -101,19 +107,6 @@ class Row(NamedTuple):
         return ""
 
 
-def measure(kernel: Any) -> Resources:
-    """Return what a kernel takes that Triton has compiled."""
-    import triton  # loading it takes a second, which a parent process need not spend
-
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack_bytes = (int(re.findall(rf"{name}:(\d+)", text)[0]) for name in ("REG", "STACK"))
-    return Resources(kernel.metadata.shared, registers, stack_bytes)
-
-
 class Start(NamedTuple):
     """The start of an engine on a GPU."""
 
@@ -134,13 +127,23 @@ class Found(NamedTuple):
 class Compiled(NamedTuple):
     """A kernel, compiled for a GPU."""
 
+    gpu: str
     digest: str
     """The variant's."""
+    kernel: str
     options: dict[str, Any]
     """Sizes that are compiled in."""
     is_reduced: bool
     resources: Resources | None
+    code: str = ""
+    """A digest of its PTX, without the GPU's name."""
+    compiled_for: str = ""
+    """The GPU whose PTX was assembled: this one, or another one of its generation."""
     error: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.gpu, self.digest
 
 
 def find_kernels(start: Start) -> Found:
@@ -154,16 +157,79 @@ def find_kernels(start: Start) -> Found:
     return Found(start, variants)
 
 
-def compile_one(variant: Any, gpu: str) -> Compiled:
-    """Compile a kernel for a GPU."""
-    taken = variant.options
+class Job(NamedTuple):
+    """A kernel that is to be compiled."""
+
+    variant: Any
+    gpu: str
+    alike: list[str]
+    """Other GPUs, for which Triton writes the same PTX."""
+    unlike: list[str]
+    """Other GPUs of the generation."""
+    known: Mapping[tuple[str, str], tuple[int, int]]
+    """Registers and bytes of a stack of a thread, by GPU and the digest of PTX."""
+
+
+def compile_one(job: Job) -> list[Compiled]:
+    """Compile a kernel for a GPU, and for others of its generation as far as it fits there."""
+    import_module("tools.kernel_assembly")  # loading Triton takes a second
+    with tempfile.TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):  # the assembler's errors hold PTX
+        os.environ |= {"TRITON_CACHE_DIR": directory, "TRITON_DISABLE_LINE_INFO": "1"}
+        own, *others = _compile(job, job.gpu, job.alike)
+        for gpu in job.unlike if not own.error else ():
+            others += _compile(job, gpu, [])
+    # What fails elsewhere is compiled again once it is found there, perhaps with another launch.
+    return [own, *(other for other in others if not other.error and would_launch(own, other))]
+
+
+def _compile(job: Job, compiled_for: str, others: list[str]) -> list[Compiled]:
+    """Compile a kernel for a GPU, and assemble it for this one and others."""
+    compiler: Any = import_module("tools.kernel_assembly")
+    variant = job.variant
     try:
-        kernel, taken = variant.compile(GPUS[gpu])
-        resources, error = measure(kernel), ""
-    except Exception as failure:  # noqa: BLE001 -- whatever the compiler or the assembler fails with
-        resources, error = None, f"{type(failure).__name__}: {_last_line(str(failure))}"
-    sizes = {key: value for key, value in taken.items() if isinstance(value, int)}
-    return Compiled(variant.digest, sizes, taken != variant.options, resources, error)
+        with compiler.without_assembler():
+            kernel, taken = variant.compile(GPUS[compiled_for])
+        code = compiler.code_of(kernel)
+    except Exception as failure:  # noqa: BLE001 -- whatever the compiler fails with
+        asked = (variant.digest, variant.name, _sizes(variant.options))
+        return [Compiled(compiled_for, *asked, False, None, "", compiled_for, _short(failure))]
+    found = list[Compiled]()
+    for gpu in (compiled_for, *others):
+        resources, error = None, ""
+        try:
+            per_thread = job.known.get((gpu, code)) or compiler.assemble(kernel, GPUS[gpu])
+            resources = Resources(kernel.metadata.shared, *per_thread)
+        except Exception as failure:  # noqa: BLE001 -- whatever the assembler fails with
+            error = _short(failure)
+        facts = (variant.digest, variant.name, _sizes(taken), taken != variant.options, resources, code, compiled_for)
+        found.append(Compiled(gpu, *facts, error))
+    return found
+
+
+def _sizes(options: dict[str, Any]) -> dict[str, int]:
+    return {key: value for key, value in options.items() if isinstance(value, int)}
+
+
+def _short(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {_last_line(str(failure))}"
+
+
+def would_launch(own: Compiled, other: Compiled) -> bool:
+    """Whether a kernel that fits a GPU would be launched with as many stages on another one."""
+    assert other.resources is not None
+    room_bytes = GPUS[other.gpu].shared_bytes
+    has_choice = other.compiled_for == other.gpu or room_bytes == GPUS[own.gpu].shared_bytes or not own.is_reduced
+    return has_choice and other.resources.shared_bytes <= room_bytes
+
+
+def generation(gpu: str, gpus: Iterable[str]) -> list[str]:
+    """Return the other GPUs of a GPU's generation."""
+    return [other for other in gpus if other != gpu and GPUS[other].capability[0] == GPUS[gpu].capability[0]]
+
+
+def is_sample(digest: str) -> bool:
+    """Whether a kernel is compiled for each GPU of a generation."""
+    return int(digest[:8], 16) % SAMPLE == 0
 
 
 def chosen(variants: list[Any], pattern: str, *, is_brief: bool) -> list[Any]:
@@ -221,58 +287,90 @@ class Store:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._code = hashlib.sha256()
-        self.compiled = dict[str, Compiled]()
+        self.compiled = dict[tuple[str, str], Compiled]()
+        self.known = dict[tuple[str, str], tuple[int, int]]()
+        """What a thread takes, by GPU and the digest of PTX."""
+        self._alike = dict[tuple[str, frozenset[str]], bool]()
+        self._found = dict[str, tuple[list[str], str]]()
         if directory is None:
             return
         directory.mkdir(parents=True, exist_ok=True)
         self._code.update(repr([version(name) for name in ("torch", "triton", "transformers")]).encode())
         for path in (*sorted(PACKAGE.rglob("*.py")), *sorted(Path(CONFIGS).glob("*/config.json"))):
             self._code.update(path.read_bytes())
-        for line in self._kernels.read_text().splitlines() if self._kernels.exists() else ():
+        for gpu, digest, kernel, options, is_reduced, resources, *rest in self._lines("kernels"):
+            self._keep(Compiled(gpu, digest, kernel, options, is_reduced, Resources(*resources), *rest))
+        self._found = {key: (digests, refusal) for key, digests, refusal in self._lines("starts")}
+
+    def _lines(self, name: str) -> Iterator[list[Any]]:
+        assert self._directory is not None
+        path = self._directory / f"{name}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
             with suppress(json.JSONDecodeError):  # empty, or a run ended while it wrote
-                digest, options, is_reduced, resources, error = json.loads(line)
-                taken = Resources(*resources) if resources else None
-                self.compiled[digest] = Compiled(digest, options, is_reduced, taken, error)
+                yield json.loads(line)
 
-    @property
-    def _kernels(self) -> Path:
+    def _add(self, name: str, line: tuple[Any, ...]) -> None:
         assert self._directory is not None
-        return self._directory / "kernels.jsonl"
+        with (self._directory / f"{name}.jsonl").open("a") as file:
+            file.write(f"\n{json.dumps(line, default=str)}")
 
-    def _path(self, start: Start) -> Path:
-        assert self._directory is not None
+    def _key(self, start: Start, choice: str) -> str:
         digest = self._code.copy()
-        digest.update(repr((start.gpu, start.options)).encode())
+        digest.update(repr((start.gpu, Path(start.model).name, start.options, choice)).encode())
         digest.update((Path(start.model) / "config.json").read_bytes())
-        return self._directory / f"{start.gpu}-{_label(start).replace(' ', '-')}-{digest.hexdigest()[:16]}.pickle"
+        return digest.hexdigest()[:16]
 
-    def load(self, start: Start) -> Found | None:
-        """Return what a start has been found to compile."""
-        if self._directory is None or not self._path(start).exists():
-            return None
-        found: Found = pickle.loads(self._path(start).read_bytes())
-        return found._replace(start=start)  # its directory may have been a temporary one
+    def load(self, start: Start, choice: str) -> tuple[list[str], str] | None:
+        """Return the digests of the kernels of a start, and why no engine can be built, if all have been compiled.
 
-    def take(self, result: Found | Compiled) -> None:
-        """Keep a result; a failure, which may be the machine's, for this run alone."""
-        if isinstance(result, Compiled):
-            self.compiled[result.digest] = result
-        if self._directory is None or (isinstance(result, Compiled) and result.error):
+        Args:
+            choice: which of a start's kernels are compiled.
+        """
+        found = self._found.get(self._key(start, choice)) if self._found else None
+        return found if found is not None and all(self.has(start.gpu, digest) for digest in found[0]) else None
+
+    def has(self, gpu: str, digest: str) -> bool:
+        """Whether a kernel has been compiled, and its PTX may be that of the GPU it was compiled for."""
+        compiled = self.compiled.get((gpu, digest))
+        if compiled is None or compiled.error:
+            return False
+        return compiled.compiled_for == gpu or self.is_alike(compiled.kernel, gpu, compiled.compiled_for)
+
+    def is_alike(self, kernel: str, gpu: str, other: str) -> bool:
+        """Whether all kernels of this name that were compiled for both GPUs have the same PTX; there are some."""
+        return self._alike.get((kernel, frozenset((gpu, other))), False)
+
+    def take_start(self, found: Found, choice: str) -> None:
+        """Keep what a start has been found to compile."""
+        if self._directory is not None:
+            digests = [variant.digest for variant in found.variants]
+            self._add("starts", (self._key(found.start, choice), digests, found.refusal))
+
+    def take(self, results: list[Compiled]) -> None:
+        """Keep what was compiled; a failure, which may be the machine's, for this run alone."""
+        for each in results:
+            if each.compiled_for == each.gpu or each.key not in self.compiled:
+                self._keep(each)
+                if self._directory is not None and not each.error:
+                    self._add("kernels", tuple(each))
+
+    def _keep(self, compiled: Compiled) -> None:
+        self.compiled[compiled.key] = compiled
+        if compiled.resources is None:
             return
-        if isinstance(result, Compiled):
-            with self._kernels.open("a") as file:
-                file.write(f"\n{json.dumps(result, default=str)}")
-            return
-        path = self._path(result.start)
-        part = path.with_suffix(".part")
-        part.write_bytes(pickle.dumps(result))
-        part.replace(path)
+        self.known[compiled.gpu, compiled.code] = compiled.resources[1:]
+        for gpu in generation(compiled.gpu, GPUS) if compiled.compiled_for == compiled.gpu else ():
+            other = self.compiled.get((gpu, compiled.digest))
+            if other is not None and other.compiled_for == gpu and other.options == compiled.options:
+                pair = compiled.kernel, frozenset((gpu, compiled.gpu))
+                self._alike[pair] = self._alike.get(pair, True) and other.code == compiled.code
 
 
-Task = Callable[[], Found | Compiled]
+Result = Found | list[Compiled]
+Task = Callable[[], Result]
 
 
-def run_all(next_task: Callable[[], Task | None], num_processes: int, limit_s: float) -> Iterator[Found | Compiled]:
+def run_all(next_task: Callable[[], Task | None], num_processes: int, limit_s: float) -> Iterator[Result]:
     """Run tasks, each in a copy of this process, and yield their results as they come; end when the time is up.
 
     Args:
@@ -297,7 +395,7 @@ def run_all(next_task: Callable[[], Task | None], num_processes: int, limit_s: f
             for receiver in ready:
                 process = running.pop(receiver)
                 try:
-                    result: Found | Compiled = receiver.recv()
+                    result: Result = receiver.recv()
                 except EOFError:
                     process.join()
                     raise RuntimeError(f"a process ended with {process.exitcode}") from None
@@ -320,46 +418,61 @@ class Matrix:
 
     def __init__(self, starts: Iterable[Start], store: Store, pattern: str = "*", *, is_brief: bool = False) -> None:
         self._starts, self._store = list(starts), store
-        self._pattern, self._is_brief = pattern, is_brief
-        self._found = list[Found]()
+        self._gpus = list(dict.fromkeys(start.gpu for start in self._starts))
+        self._pattern, self._is_brief, self._choice = pattern, is_brief, repr((pattern, is_brief))
+        self._found = list[tuple[Start, list[str], str]]()
         self._unknown = deque(self._starts)
         self._waiting = deque[tuple[Any, str]]()
-        self._begun = set(store.compiled)
+        self._begun = set[tuple[str, str]]()
         self.num_unfinished = len(self._starts)
 
     def run(self, num_processes: int, limit_s: float = MAX_S) -> None:
         """Find and compile all kernels, as far as the time suffices."""
         for result in run_all(self._next_task, num_processes, limit_s):
-            self._store.take(result)
             self.num_unfinished -= 1
             if isinstance(result, Found):
-                self._take(result)
+                variants = chosen(result.variants, self._pattern, is_brief=self._is_brief)
+                self._take(result._replace(variants=variants))
+            else:
+                self._store.take(result)
 
     def rows(self) -> Iterator[Row]:
         """Yield the kernels that have been compiled, under each configuration, and the configurations refused."""
-        for start, variants, refusal in sorted(self._found, key=lambda found: self._starts.index(found.start)):
+        for start, digests, refusal in sorted(self._found, key=lambda found: self._starts.index(found[0])):
             if refusal:
                 yield Row(start.gpu, _label(start), "the engine", start.options, False, None, refusal)
-            for variant in variants:
-                if variant.digest in self._store.compiled:
-                    yield Row(start.gpu, _label(start), variant.name, *self._store.compiled[variant.digest][1:])
+            for digest in digests:
+                found = self._store.compiled.get((start.gpu, digest))
+                if found is not None:
+                    facts = (found.kernel, found.options, found.is_reduced, found.resources, found.error)
+                    yield Row(start.gpu, _label(start), *facts)
 
     def _next_task(self) -> Task | None:
         while self._unknown and not self._waiting:
             start = self._unknown.popleft()
-            found = self._store.load(start)
-            if found is None:
+            stored = self._store.load(start, self._choice)
+            if stored is None:
                 return partial(find_kernels, start)
             self.num_unfinished -= 1
-            self._take(found)
-        return partial(compile_one, *self._waiting.popleft()) if self._waiting else None
+            self._found.append((start, *stored))
+        return partial(compile_one, self._job(*self._waiting.popleft())) if self._waiting else None
+
+    def _job(self, variant: Any, gpu: str) -> Job:
+        others = [each for each in generation(gpu, self._gpus) if not self._store.has(each, variant.digest)]
+        alike, unlike = list[str](), list[str]()
+        for other in others:
+            is_known = self._store.is_alike(variant.name, gpu, other) and not is_sample(variant.digest)
+            (alike if is_known else unlike).append(other)
+        return Job(variant, gpu, alike, unlike, self._store.known)
 
     def _take(self, found: Found) -> None:
-        variants = chosen(found.variants, self._pattern, is_brief=self._is_brief)
-        self._found.append(found._replace(variants=[variant._replace(choices=()) for variant in variants]))
-        new = {variant.digest: variant for variant in variants if variant.digest not in self._begun}
-        self._begun |= set(new)
-        self._waiting += [(variant, found.start.gpu) for variant in new.values()]
+        self._store.take_start(found, self._choice)
+        gpu = found.start.gpu
+        self._found.append((found.start, [variant.digest for variant in found.variants], found.refusal))
+        new = [each for each in found.variants if (gpu, each.digest) not in self._begun]
+        new = [each for each in new if not self._store.has(gpu, each.digest)]
+        self._begun |= {(gpu, each.digest) for each in new}
+        self._waiting += [(variant, gpu) for variant in new]
         self.num_unfinished += len(new)
 
 
@@ -399,6 +512,7 @@ def load_compiler(gpus: Iterable[str]) -> None:
     from strandline.kernels.recording_triton import read_compiler
 
     import_module("strandline.engine.processes.dry_run")
+    import_module("tools.kernel_assembly")
     for gpu in gpus:
         read_compiler(GPUS[gpu])
     gc.freeze()

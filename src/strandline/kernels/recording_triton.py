@@ -28,6 +28,9 @@ from strandline.kernels.stages_triton import with_fewer_stages
 
 VERSION = triton.__version__
 
+OPTIONS_OF_TARGET = {"arch", "supported_fp8_dtypes", "deprecated_fp8_dot_operand_dtypes"}
+"""Options of the compiler that follow from the GPU it compiles for."""
+
 
 class Source(NamedTuple):
     """What Triton compiles."""
@@ -41,6 +44,7 @@ class Source(NamedTuple):
     attributes: dict[tuple[int, ...], Any]
     """Properties of arguments, such as divisibility."""
     compiler_options: dict[str, Any]
+    """But for those that follow from the GPU."""
 
     def compile(self, target: GPUTarget) -> Any:
         """Return what Triton compiles, from its cache on disk if that has been done."""
@@ -54,7 +58,7 @@ class Variant(NamedTuple):
     name: str
     """Module and function."""
     digest: str
-    """Equal for launches that run one compiled kernel, on one kind of GPU."""
+    """Equal for launches that run one compiled kernel."""
     choices: tuple[tuple[dict[str, Any], Source], ...]
     """Constants that are compiled in, and options of the compiler, with what is compiled: those of the launch, then
     those with fewer and fewer stages."""
@@ -137,7 +141,7 @@ def recording(gpu: Gpu, take: Callable[[Variant], None]) -> Iterator[None]:
 
     def record(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         del grid, warmup
-        _, keys, target, backend, binder = function.device_caches[driver.active.get_current_device()]
+        _, keys, _, backend, binder = function.device_caches[driver.active.get_current_device()]
 
         def specialized(kwargs: dict[str, Any]) -> tuple:
             return binder(*args, **kwargs, debug=False, instrumentation_mode="")
@@ -150,11 +154,12 @@ def recording(gpu: Gpu, take: Callable[[Variant], None]) -> Iterator[None]:
         def source(kwargs: dict[str, Any]) -> Source:
             bound, specialization, options = specialized(kwargs)
             options, *parts = function._pack_args(backend, dict(kwargs), bound, specialization, options)
-            return Source(function.ASTSource, function, *parts, options.__dict__)
+            others = {key: value for key, value in options.__dict__.items() if key not in OPTIONS_OF_TARGET}
+            return Source(function.ASTSource, function, *parts, others)
 
         copyreg.pickle(type(function), _by_name)
         name = f"{function.__module__.removeprefix('strandline.kernels.')}.{function.__name__}"
-        digest = hashlib.sha256(repr((VERSION, str(target), name, function.cache_key, key)).encode()).hexdigest()
+        digest = hashlib.sha256(repr((VERSION, name, function.cache_key, key)).encode()).hexdigest()[:32]
         take(Variant(name, digest, tuple((options, source(options)) for options in with_fewer_stages(kwargs))))
 
     JITFunction.run = record
