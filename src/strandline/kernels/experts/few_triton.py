@@ -26,9 +26,10 @@ from strandline.kernels.experts.router import Routing
 from strandline.kernels.experts.router_triton import (
     can_choose_by_warp,
     choice_options,
-    choose,
+    choose_experts,
     choose_nth,
     choose_nth_by_warp,
+    weigh_experts,
 )
 from strandline.kernels.gemm.expansion_triton import (
     Expansion,
@@ -363,7 +364,8 @@ def _few_down_kernel(
         shared_loaded = _load_shared(shared, first_N, D, SHARED, BLOCK_N)
         if SHARED.expansion is not None:
             shared_added = _load_factors(shared, token, first_N, D, SHARED, BLOCK_N)
-    chosen_C, weight_C = choose(logits_ptr + token * stride_logits, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
+    logits_row_ptr = logits_ptr + token * stride_logits
+    chosen_C, chosen = choose_experts(logits_row_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
     if IS_DIVIDED:
         chosen_C = chosen_C - first_expert
         is_choice_C = is_choice_C & (chosen_C >= 0) & (chosen_C < num_held)
@@ -371,6 +373,8 @@ def _few_down_kernel(
         # Others read again what one of them reads: masks would take half as many registers again.
         chosen_C = tl.where(is_choice_C, chosen_C, tl.max(tl.where(is_choice_C, chosen_C, 0), axis=0))
     loaded = ROWS.load(weight, chosen_C, first_N, 0, D, F, LAYOUT, False, IS_EVEN, BLOCK_N, BLOCK_K)
+    # Weights of experts take as many barriers as two of the choices: theirs are on their way meanwhile.
+    weight_C = weigh_experts(chosen, bias_ptr, ROUTING, BLOCK_G, BLOCK_C)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     hidden = (hidden_ptr + token * TOP_K * F, None, F, 0)

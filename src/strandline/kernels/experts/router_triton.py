@@ -58,8 +58,22 @@ def _within_best_groups(bits_P, rank_P, ROUTING: tl.constexpr, BLOCK_G: tl.const
 
 
 @triton.jit
-def _score(logits_ptr, bias_ptr, E, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Return integers that are ordered as one token's experts are ranked, the scores, and the experts of a group.
+def _scores(logit_P, ROUTING: tl.constexpr):
+    IS_SIGMOID: tl.constexpr = ROUTING.scores == "sigmoid"
+    if IS_SIGMOID:
+        score_P = tl.sigmoid(logit_P)
+    else:
+        likelihood_P = tl.exp(logit_P - tl.max(logit_P, axis=0))
+        score_P = likelihood_P / tl.sum(likelihood_P, axis=0)
+    return score_P
+
+
+@triton.jit
+def _rank(logits_ptr, bias_ptr, E, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Return integers that are ordered as one token's experts are ranked, scores, and the experts of a group.
+
+    Instead of scores that keep the order of the logits, these are returned: a kernel computes weights after it has
+    loaded what it chose.
 
     Of narrow ones half of the bits say all: the others are the column, counted from the last one, for one reduction in
     all.
@@ -77,16 +91,12 @@ def _score(logits_ptr, bias_ptr, E, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr
         is_expert_P = (column_P % BLOCK_I < group_size) & (column_P // BLOCK_I < NUM_GROUPS)
     expert_P = column_P // BLOCK_I * group_size + column_P % BLOCK_I
     logit_P = tl.load(logits_ptr + expert_P, mask=is_expert_P, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    if IS_SIGMOID:
-        score_P = tl.sigmoid(logit_P)
-    else:
-        likelihood_P = tl.exp(logit_P - tl.max(logit_P, axis=0))
-        score_P = likelihood_P / tl.sum(likelihood_P, axis=0)
     # The softmax keeps the order of the logits.
     RANKS_LOGITS: tl.constexpr = bias_ptr is None and BLOCK_G == 1 and not IS_SIGMOID
     IS_NARROW: tl.constexpr = RANKS_LOGITS and dtype == tl.bfloat16
     lowest = -0x7FFFFFFF - 1
-    rank_P = logit_P if RANKS_LOGITS else score_P
+    score_P = logit_P if RANKS_LOGITS else _scores(logit_P, ROUTING)
+    rank_P = score_P
     if bias_ptr is not None:
         rank_P += tl.load(bias_ptr + expert_P, mask=is_expert_P, other=0.0)
     bits_P = _ordered_bits(rank_P)
@@ -113,7 +123,7 @@ def _take_best(bits_P, logits_ptr, bias_ptr, ROUTING: tl.constexpr, BLOCK_G: tl.
 
 
 @triton.jit
-def choose(
+def choose_experts(
     logits_ptr,
     bias_ptr,
     E,
@@ -122,30 +132,41 @@ def choose(
     BLOCK_I: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Return the experts of one token, the best first and of equal ones the lower number, and their weights.
+    """Return the experts of one token, the best first and of equal ones the lower number, and what weighs them.
 
     The logits bypass the multiprocessor's own cache: a kernel that has not yet waited may read them.
     """
     TOP_K: tl.constexpr = ROUTING.top_k
-    IS_NORMALISED: tl.constexpr = ROUTING.is_normalised
-    EPS: tl.constexpr = ROUTING.eps
-    SCALE: tl.constexpr = ROUTING.scale
-    bits_P, score_P, group_size = _score(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
+    bits_P, score_P, group_size = _rank(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
     choice_C = tl.arange(0, BLOCK_C)
     column_C = tl.zeros([BLOCK_C], dtype=tl.int32)
     for choice in tl.static_range(TOP_K):
         column, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
         column_C = tl.where(choice_C == choice, column, column_C)
+    return column_C // BLOCK_I * group_size + column_C % BLOCK_I, (column_C, score_P)
+
+
+@triton.jit
+def weigh_experts(chosen, bias_ptr, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the weights of experts, given what ``choose_experts`` returned after these."""
+    TOP_K: tl.constexpr = ROUTING.top_k
+    IS_NORMALISED: tl.constexpr = ROUTING.is_normalised
+    EPS: tl.constexpr = ROUTING.eps
+    SCALE: tl.constexpr = ROUTING.scale
+    column_C, score_P = chosen
+    if bias_ptr is None and BLOCK_G == 1 and ROUTING.scores != "sigmoid":
+        score_P = _scores(score_P, ROUTING)
+    choice_C = tl.arange(0, BLOCK_C)
     weight_C = tl.where(choice_C < TOP_K, tl.gather(score_P, column_C, 0), 0.0)
     if IS_NORMALISED:
         weight_C = weight_C / (tl.sum(weight_C, axis=0) + EPS)
-    return column_C // BLOCK_I * group_size + column_C % BLOCK_I, weight_C * SCALE
+    return weight_C * SCALE
 
 
 @triton.jit
 def choose_nth(logits_ptr, bias_ptr, E, index, ROUTING: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Return one of a token's experts as ``choose`` orders them: it looks no further, and computes no weights."""
-    bits_P, _, group_size = _score(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
+    """Return one of a token's experts as ``choose_experts`` orders them, and look no further."""
+    bits_P, _, group_size = _rank(logits_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I)
     column, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
     for _ in range(index):
         column, bits_P = _take_best(bits_P, logits_ptr, bias_ptr, ROUTING, BLOCK_G, BLOCK_G * BLOCK_I)
@@ -188,7 +209,9 @@ def _route_kernel(
     token = tl.program_id(0).to(tl.int64)
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
-    expert_C, weight_C = choose(logits_ptr + token * stride_t, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
+    logits_row_ptr = logits_ptr + token * stride_t
+    expert_C, chosen = choose_experts(logits_row_ptr, bias_ptr, E, ROUTING, BLOCK_G, BLOCK_I, BLOCK_C)
+    weight_C = weigh_experts(chosen, bias_ptr, ROUTING, BLOCK_G, BLOCK_C)
     TOP_K: tl.constexpr = ROUTING.top_k
     choice_C = tl.arange(0, BLOCK_C)
     mask_C = choice_C < TOP_K
@@ -197,7 +220,7 @@ def _route_kernel(
 
 
 def choice_options(routing: Routing, num_experts: int) -> dict[str, Any]:
-    """Return the launch arguments of a kernel that calls ``choose``."""
+    """Return the launch arguments of a kernel that calls ``choose_experts``."""
     num_groups = routing.num_groups if routing.is_limited else 1
     return {
         "ROUTING": routing,
