@@ -48,7 +48,7 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.sampling.verification import LastStep, accept_drafts, resolve_pending
-from strandline.kernels.step import fetch_integers, hand_over_tokens, locate_rows, store_hidden
+from strandline.kernels.step import fetch_integers, hand_over_drafts, hand_over_tokens, locate_rows, store_hidden
 from strandline.models.layers.protocol import DraftingModel, LanguageModel, ModelMemory
 from strandline.records.actions import Action
 from strandline.records.constraints import OutputConstraints, StopFinder
@@ -60,6 +60,7 @@ RUNNER_OPERATIONS: Final[tuple[Operation[..., Any], ...]] = (
     store_hidden,
     fetch_integers,
     hand_over_tokens,
+    hand_over_drafts,
     insert_logged,
     accept_drafts,
     *SAMPLING_OPERATIONS,
@@ -270,13 +271,15 @@ class Runner:
         rows: slice | Tensor = slice(count) if step.is_chosen_from_all else indices.rows_R
         positions_R = None
         if verification is not None:
-            hidden_XE, positions_R = verification.hidden_TE, verification.batch.step.positions_T[rows] + 1
+            hidden_XE = verification.hidden_TE
+            if not all(each.state.is_plain_greedy for each in candidates):
+                positions_R = verification.batch.step.positions_T[rows] + 1
         greedy_R = None if decodes is None else self._pending.last.tokens_P[:count]
         logits_RV = self._logits(decodes, hidden_XE, rows)[:count]
         chosen = choose(logits_RV, candidates, self.kernels, positions_R=positions_R, greedy_R=greedy_R)
         chosen.rows = rows
         if decodes is not None and chosen.tokens_R is greedy_R and not chosen.failures:
-            chosen.host_tokens_R = decodes.host_likeliest_N[:count]
+            chosen.host_tokens_R = decodes.host_results_I[:count]
         may_have_drafts = verification is not None or not step.is_plain
         is_compared_on_device = verification is not None and all(x.state.is_compared_on_device for x in candidates)
         if may_have_drafts and not is_compared_on_device:
@@ -301,7 +304,7 @@ class Runner:
         if captured is not None:
             captured.finish(chosen, step.num_decodes)
         if verification is not None:
-            drafts = NextDrafts(step.padded_rows, verification.drafts_ND)
+            drafts = NextDrafts(step.padded_rows, verification.next_drafts_ND)
         return drafts
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan]) -> StepInFlight:

@@ -3,7 +3,7 @@
 Invariant: the null slot's hidden state is never written.
 
 Shape suffixes: T rows of the step, N sequences, M blocks per table, P tokens that the next step may need, I integers
-of a buffer, S slots, E hidden size.
+of a buffer, S slots, E hidden size, D drafts of a sequence.
 """
 
 import ctypes
@@ -122,5 +122,23 @@ def hand_over_tokens(token_N: Tensor, sampled_P: Tensor, address_1: Tensor) -> N
         address_1: int64, of memory on the host for as many int64, pinned where the device is a GPU.
     """
     sampled_P[: len(token_N)].copy_(token_N)
-    host_N = token_N.cpu().contiguous()
-    ctypes.memmove(int(address_1), host_N.data_ptr(), host_N.nbytes)
+    _store_on_host(token_N, address_1)
+
+
+@operation(triton("step_triton"))
+def hand_over_drafts(
+    tokens_T: Tensor, num_accepted_N: Tensor, drafts_ND: Tensor, drafts_PD: Tensor, address_1: Tensor
+) -> None:
+    """Store drafts for the next step, and on the host what a step has found: tokens, accepted drafts, next drafts.
+
+    Args:
+        address_1: as of ``hand_over_tokens``.
+    """
+    num_sequences, num_drafts = drafts_ND.shape
+    drafts_PD[:num_sequences, :num_drafts].copy_(drafts_ND)
+    _store_on_host(torch.cat((tokens_T, num_accepted_N, drafts_ND.flatten())), address_1)
+
+
+def _store_on_host(values_I: Tensor, address_1: Tensor) -> None:
+    host_I = values_I.cpu().contiguous()
+    ctypes.memmove(int(address_1), host_I.data_ptr(), host_I.nbytes)

@@ -169,3 +169,54 @@ def hand_over_tokens(token_N: Tensor, sampled_P: Tensor, address_1: Tensor) -> N
         num_warps=4,
         **overlap_options(sampled_P),
     )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
+def _hand_over_drafts_kernel(
+    tokens,
+    accepted,
+    drafts,
+    next_drafts,
+    address,
+    num_tokens,
+    num_sequences,
+    next_stride,
+    DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = i < num_tokens
+    accepted_i = i - num_tokens
+    is_accepted = (accepted_i >= 0) & (accepted_i < num_sequences)
+    draft_i = accepted_i - num_sequences
+    is_draft = (draft_i >= 0) & (draft_i < num_sequences * DRAFTS)
+    wait_for_previous(OVERLAPS)
+    release_next(OVERLAPS)
+    draft = tl.load(drafts + draft_i, is_draft, 0)
+    value = tl.load(tokens + i, is_token, 0) + tl.load(accepted + accepted_i, is_accepted, 0) + draft
+    host = tl.load(address).to(tl.pointer_type(tl.int64))
+    tl.store(host + i, value, is_token | is_accepted | is_draft)
+    if DRAFTS > 0:
+        tl.store(next_drafts + draft_i // DRAFTS * next_stride + draft_i % DRAFTS, draft, is_draft)
+
+
+def hand_over_drafts(
+    tokens_T: Tensor, num_accepted_N: Tensor, drafts_ND: Tensor, drafts_PD: Tensor, address_1: Tensor
+) -> None:
+    """As ``step.hand_over_drafts``; all but ``drafts_PD`` are contiguous."""
+    num_tokens, (num_sequences, num_drafts) = len(tokens_T), drafts_ND.shape
+    _hand_over_drafts_kernel[(cdiv(num_tokens + num_sequences * (1 + num_drafts), BLOCK_SEQUENCES),)](
+        tokens_T,
+        num_accepted_N,
+        drafts_ND,
+        drafts_PD,
+        address_1,
+        num_tokens,
+        num_sequences,
+        drafts_PD.stride(0),
+        DRAFTS=num_drafts,
+        BLOCK=BLOCK_SEQUENCES,
+        num_warps=4,
+        **overlap_options(drafts_PD),
+    )

@@ -18,6 +18,7 @@ from strandline.device.batches.prompt_room import NO_PROMPTS
 from strandline.device.drafters import draft_layer
 from strandline.device.drafters.draft_layer import DraftLayer, pairs_of_step
 from strandline.device.runner import Runner
+from strandline.device.sampling.choice import Chosen
 from strandline.device.sizing import slabs_for
 from strandline.device.steps.drafter import NextDrafts, StepRows
 from strandline.device.steps.step_in_flight import StepInFlight
@@ -172,8 +173,15 @@ def test_nearly_all_steps_of_a_steady_batch_are_planned_ahead(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    expected = None
+    expected, fetch, are_stored = None, Chosen.fetch, dict[int, list[bool]]()
+
+    def noted_fetch(chosen: Chosen) -> None:
+        noted.append(chosen.host_tokens_R is not None)
+        fetch(chosen)
+
+    monkeypatch.setattr(Chosen, "fetch", noted_fetch)
     for num_drafts in (0, 2):
+        noted = are_stored[num_drafts] = []
         llm = make(num_drafts)
         prompts = [prompt for prompt, _ in some_requests(llm, 3)[:MAX_NUM_SEQS]]
         steps = Steps(monkeypatch)
@@ -181,6 +189,8 @@ def test_nearly_all_steps_of_a_steady_batch_are_planned_ahead(
         assert expected in (None, answers)
         expected = answers
     assert steps.num_ahead > 0.8 * len(steps.plans)
+    # Graphs store what they find on the host.
+    assert sum(are_stored[2]) > 0.8 * len(steps.plans)
 
 
 @pytest.mark.parametrize("depths", [(2,) * 6 + (1,) * 4 + (0,) * 4], ids=str)

@@ -100,6 +100,25 @@ def test_tokens_are_handed_over_to_two_places(hand_over_tokens: Callable[..., No
         assert not found[num_tokens:].any()
 
 
+@pytest.mark.parametrize(("num_sequences", "num_drafts"), [(1, 2), (3, 0), (60, 3)])
+@pytest.mark.parametrize("hand_over_drafts", versions("hand_over_drafts"), ids=["torch", "triton"])
+def test_drafts_are_handed_over_with_what_was_found(
+    hand_over_drafts: Callable[..., None], num_sequences: int, num_drafts: int
+) -> None:
+    tokens_T = torch.randint(NO_TOKEN, 10**6, (num_sequences * (1 + num_drafts),))
+    num_accepted_N = torch.randint(0, 1 + num_drafts, (num_sequences,))
+    drafts_ND = torch.randint(NO_TOKEN, 10**6, (num_sequences, num_drafts))
+    drafts_PD = torch.zeros(num_sequences + 1, 4, dtype=torch.int64)
+    expected = torch.cat((tokens_T, num_accepted_N, drafts_ND.flatten()))
+    host_I = torch.zeros(len(expected) + 1, dtype=torch.int64)
+    hand_over_drafts(tokens_T, num_accepted_N, drafts_ND, drafts_PD, torch.tensor([host_I.data_ptr()]))
+    assert torch.equal(host_I[:-1], expected)
+    assert torch.equal(drafts_PD[:num_sequences, :num_drafts], drafts_ND)
+    assert not drafts_PD[num_sequences:].any()
+    assert not drafts_PD[:, num_drafts:].any()
+    assert not host_I[-1:].any()
+
+
 @pytest.mark.parametrize("fetch_integers", versions("fetch_integers"), ids=["torch", "triton"])
 def test_integers_are_fetched_from_the_host(fetch_integers: Callable[..., None]) -> None:
     host_I, buffer_I = torch.randint(-(2**40), 2**40, (1030,)), torch.zeros(1030, dtype=torch.int64)

@@ -79,6 +79,15 @@ class StepSize:
         return self.has_drafts or self.num_prompts > 0
 
     @property
+    def num_results(self) -> int:
+        """Integers that graphs store on the host: each row's token; with drafts, of each sequence how many are accepted,
+        and its next ones. With prompts, none.
+        """
+        if self.num_prompts:
+            return 0
+        return self.num_rows + self.num_decodes * (1 + self.draft_tokens) * self.has_drafts
+
+    @property
     def first_prompt(self) -> int:
         """Index of the first prompt among the sequences."""
         return self.num_decodes + self.has_drafts
@@ -162,7 +171,7 @@ def buffer_layout(size: StepSize) -> tuple[Mapping[str, slice], int]:
         "first_chunks": size.num_prompts + 1 if size.num_prompts else 0,
         **dict.fromkeys(("starts", "lengths", "cut_slots", "cut_rows"), size.num_chunks),
         **dict.fromkeys(("verdicts", "next_ids"), size.num_rows if size.has_drafts else 0),
-        "token_address": 0 if size.has_filler else 1,
+        "results_address": int(size.num_results > 0),
         "picture_offsets": 3 * size.num_rows if size.takes_pictures else 0,
         "adapter_rows": TILE_ROWS * (num_tiles := most_tiles(size.num_rows, size.num_adapters)),
         "adapter_slots": num_tiles,

@@ -39,7 +39,7 @@ from strandline.kernels.sampling.verification import (
     accept_drafts,
     resolve_pending,
 )
-from strandline.kernels.step import fetch_integers, hand_over_tokens
+from strandline.kernels.step import fetch_integers, hand_over_drafts, hand_over_tokens
 
 STEPS_IN_FLIGHT: Final = 2
 """Steps whose results may still be awaited when the next one is launched, at most."""
@@ -103,8 +103,8 @@ class CapturedStep:
         self.batch: DeviceBatch
         """Set by the graph; its tables are in the graph's memory."""
         self.hidden_TE = self.logits_NV = torch.empty(0)
-        self.host_likeliest_N = torch.empty(0)
-        """Decodes: each row's likeliest token on the host, once the device is done; not overwritten."""
+        self.host_results_I = torch.empty(0)
+        """What graphs store on the host (``StepSize.num_results``), once the device is done; not overwritten."""
         if size.has_drafts:
             num_sampled = size.num_sequences - 1
             self.tokens_T = self.padded.named["next_ids"]
@@ -131,9 +131,8 @@ class CapturedStep:
         Integers and tokens are moved by kernels, since a copy before and one after a graph take 15 µs on an H200.
         """
         size, buffer_I = self.padded.size, self.padded.buffer_I
-        num_tokens = 0 if size.has_filler else size.num_decodes
-        pinned_I = torch.zeros(len(buffer_I) + num_tokens, dtype=torch.int64, pin_memory=buffer_I.is_cuda)
-        integers_I, self.host_likeliest_N = pinned_I[: len(buffer_I)], pinned_I[len(buffer_I) :]
+        pinned_I = torch.zeros(len(buffer_I) + size.num_results, dtype=torch.int64, pin_memory=buffer_I.is_cuda)
+        integers_I, self.host_results_I = pinned_I[: len(buffer_I)], pinned_I[len(buffer_I) :]
         named = named_parts(size, integers_I.numpy())
         if host is not None:
             fill_parts(size, named, host)
@@ -141,8 +140,8 @@ class CapturedStep:
             fill_parts(size, named, build_host_batch([], 0))
         if verdicts:
             named["verdicts"][: len(verdicts)] = verdicts
-        if num_tokens:
-            named["token_address"][:] = self.host_likeliest_N.data_ptr()
+        if size.num_results:
+            named["results_address"][:] = self.host_results_I.data_ptr()
         self._pinned.append(pinned_I)
         self._fetch(integers_I, buffer_I)
         if host is None:
@@ -159,12 +158,26 @@ class CapturedStep:
         Args:
             num_decodes: sequences that verify drafts, if they do.
         """
-        if self.padded.size.has_drafts:
+        size = self.padded.size
+        if size.has_drafts:
             self._take(chosen)
         if self.tail is not None:
             self.tail.replay()
-        if self.padded.size.has_drafts:
-            chosen.tokens_R, chosen.num_accepted_N = self.tokens_T[chosen.rows], self.num_accepted_N[:num_decodes]
+        if not size.has_drafts:
+            return
+        chosen.tokens_R, chosen.num_accepted_N = self.tokens_T[chosen.rows], self.num_accepted_N[:num_decodes]
+        if size.num_results and isinstance(chosen.rows, slice):
+            chosen.host_tokens_R = self.host_results_I[chosen.rows]
+            chosen.num_accepted_N = self.host_results_I[size.num_rows :][:num_decodes]
+
+    @property
+    def next_drafts_ND(self) -> Tensor:
+        """What was drafted for the next step: on the host, once the device is done, if graphs store it there."""
+        size = self.padded.size
+        if not size.num_results:
+            return self.drafts_ND
+        drafts_ND = self.host_results_I[size.num_rows + size.num_decodes :].view(size.num_decodes, size.draft_tokens)
+        return drafts_ND[:, : self.drafts_ND.shape[1]]
 
     def _take(self, chosen: Chosen) -> None:
         """Take the tokens that were chosen; where the host has compared drafts, what it found."""
@@ -217,8 +230,6 @@ class StepGraphs:
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
             step.upload(None)
-            if not size.has_filler:
-                step.padded.named["token_address"].fill_(last.tokens_P.data_ptr())
             tails = list[Callable[[], None]]()
             if size.has_drafts:
                 tails.append(partial(self._verify, step))
@@ -254,7 +265,11 @@ class StepGraphs:
     # What is captured
 
     def _step(self, step: CapturedStep) -> None:
-        """Compute hidden states and, of decodes without drafts, the likeliest tokens."""
+        """Compute hidden states and, of decodes without drafts, the likeliest tokens.
+
+        With drafts these are left to the host's launches: a graph with torch's product of several rows, which clears
+        memory, takes longer from each of its kernels to the next.
+        """
         size, last, resolve = step.padded.size, self._last, self._kernels[resolve_pending]
         decodes, *prompts = step.padded.planned_parts()
         tables = resolve(decodes, last, size.log_tokens)
@@ -265,7 +280,7 @@ class StepGraphs:
         if not size.has_filler:
             step.logits_NV = self._forward.model.logits(step.hidden_TE)
             tokens_N = likeliest(step.logits_NV, self._kernels)
-            self._kernels[hand_over_tokens](tokens_N, last.tokens_P, step.padded.named["token_address"])
+            self._kernels[hand_over_tokens](tokens_N, last.tokens_P, step.padded.named["results_address"])
 
     def _batch(self, step: CapturedStep, tables: VerificationTables | None) -> DeviceBatch:
         window_tables = [table.table_NM[: step.padded.size.num_sequences] for table in step.window_tables]
@@ -286,7 +301,11 @@ class StepGraphs:
             batch, starts_N1 = step.batch.step, step.single_starts_N1
             verified = Verified(batch, table_NM, sampled, accepted, step.hidden_TE, starts_N1)
             step.drafts_ND = self._drafter.draft_verified(verified, num_drafts)
-            last.drafts_PD[: len(step.drafts_ND), :num_drafts].copy_(step.drafts_ND)
+        if step.padded.size.num_results:
+            found = step.tokens_T, accepted.num_accepted_N, step.drafts_ND
+            self._kernels[hand_over_drafts](*found, last.drafts_PD, step.padded.named["results_address"])
+        else:
+            last.drafts_PD[: len(step.drafts_ND), : step.drafts_ND.shape[1]].copy_(step.drafts_ND)
 
     # What is replayed
 
