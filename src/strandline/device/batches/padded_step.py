@@ -80,8 +80,8 @@ class StepSize:
 
     @property
     def num_results(self) -> int:
-        """Integers that graphs store on the host: each row's token; with drafts, of each sequence how many are accepted,
-        and its next ones. With prompts, none.
+        """Integers that graphs store on the host: each row's token and, with drafts, how many of each sequence's are
+        accepted and its next ones. With prompts, none.
         """
         if self.num_prompts:
             return 0
