@@ -44,9 +44,12 @@ SHARE_SERVERS = re.compile(
     r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(admin|anthropic|bad_bodies|cache_page"
     r"|cache_page_browser|client_tools|clients|cross_origin|data_parallel|docs|embeddings|fuzz|generate|grammar_trials"
     r"|host_check|http|http_process|label_reads|listener|no_token|openai|openapi|reasoning|response_store|responses"
-    r"|routed_experts|slow_clients|tools|vllm_fields|weight_transfer).py"
+    r"|routed_experts|slow_clients|threads|tools|vllm_fields|weight_transfer).py"
 )
-"""Files whose tests ask the servers that session fixtures start; a second worker would start them again."""
+"""Files whose tests ask the servers that session fixtures start; a second worker would start them again.
+
+``tests/cpu/server/test_shared_servers.py`` compares them with what tests ask.
+"""
 
 STARTED_FIRST = ("server", "engine", "bench", "kernels", "models", "cache")
 """Folders of ``tests/cpu`` that take longest, in the order in which several workers take them up."""
