@@ -294,10 +294,12 @@ def deepest_snapshot_on(run: Run, num_blocks: int, tokens: bytes) -> Snapshot | 
         tokens: those after these, encoded.
     """
     while True:
-        if run.keys:
-            for snapshot in run.snapshots_in(num_blocks, tokens):
-                return snapshot
-            if index := bisect_left(run.keys, (num_blocks, b"")):
+        if index := bisect_right(run.keys, (num_blocks, tokens)):
+            if run.keys[index - 1][0] == num_blocks:
+                for snapshot in run.snapshots_in(num_blocks, tokens):
+                    return snapshot
+                index = bisect_left(run.keys, (num_blocks, b""))
+            if index:
                 return run.snapshots[run.keys[index - 1]]
         if run.parent is None:
             return None
