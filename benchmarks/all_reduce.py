@@ -89,6 +89,7 @@ def run_rank(place: RankPlace, is_cuda: bool, sizes: list[int], hidden_size: int
     """Measure all sizes and ways on one rank; the first one prints."""
     device = torch.device("cuda", place.rank) if is_cuda else torch.device("cpu")
     ranks = ProcessRanks(place, device)
+    ranks.connect()
     if place.rank == 0:
         print("| bytes | way | µs |\n| --- | --- | --- |", flush=True)
     for num_bytes in sizes:

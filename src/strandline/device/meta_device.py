@@ -25,6 +25,11 @@ class _Operations(TorchDispatchMode):
     """Copies from tensors without memory to the host's, memory that would be pinned, and what torch 2.11 cannot do with
     tensors without memory."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would load its compiler for this mode, a second or two, which then is to leave it out."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         named = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         match func.overloadpacket:

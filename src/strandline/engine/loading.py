@@ -95,6 +95,7 @@ def load_uni_executor(
     """Load a model, or this rank's shard of it, into an executor in this process; as ``load_executor``.
 
     Args:
+        ranks: are connected once kernels are being compiled.
         device: None: the one that the configuration names.
         weights: a digest of all weights; None: it is computed if files of a tier need it.
     """
@@ -144,6 +145,7 @@ def load_uni_executor(
         _complete, drafter=drafter, config=config, has_rounded_head=has_rounded_head, device=device, layout=layout
     )
     with compiling(config, device, ranks.rank) as compilation:
+        ranks.connect()
         model = complete(load(directory, load_format=config.load_format))
     loading_s = {"compilation": compilation.waited_s, "weights": SYSTEM_CLOCK() - start_s - compilation.waited_s}
     notes = [unused_note(model.weights_report)] if shard.is_first else []

@@ -73,6 +73,9 @@ class Ranks(Protocol):
     def many_rows(self) -> ManyRows | None:
         """Faster sums of other rows, which ``sum`` uses, too; None: there are none."""
 
+    def connect(self) -> None:
+        """Wait until all ranks have connected; called once, before all that follows."""
+
     def sum(self, x: Summand) -> Tensor:
         """Return the sum of all ranks' tensors or choices, which have one shape; a tensor may be overwritten."""
 
@@ -87,6 +90,9 @@ class OneRank:
     """The only rank of an engine."""
 
     rank, size, few_rows, many_rows = 0, 1, None, None
+
+    def connect(self) -> None:
+        """Do nothing."""
 
     def sum(self, x: Summand) -> Tensor:
         """Return ``x``, added up."""

@@ -41,6 +41,7 @@ def test_multicast_stays_off_unless_the_user_sets_it(
         environment["NCCL_NVLS_ENABLE"] = "1"
     (tmp_path / "place").mkdir()
     ranks = ProcessRanks(RankPlace(0, 1, str(tmp_path / "place" / "meeting")), torch.device("cpu"))
+    ranks.connect()
     ranks.close()
     assert environment["NCCL_NVLS_ENABLE"] == str(int(is_set))
     assert environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
@@ -50,6 +51,7 @@ def test_multicast_stays_off_unless_the_user_sets_it(
 def one_rank(tmp_path: Path) -> Iterator[ProcessRanks]:
     (tmp_path / "place").mkdir()
     ranks = ProcessRanks(RankPlace(0, 1, str(tmp_path / "place" / "meeting")), torch.device("cpu"))
+    ranks.connect()
     yield ranks
     ranks.close()
 
@@ -92,6 +94,7 @@ def test_backend_sums_and_gathers_what_kernels_do_not_take(
 
 def check_ordered_sums(rank: int, meeting: str) -> None:
     ranks = ProcessRanks(RankPlace(rank, 3, meeting), torch.device("cpu"), is_deterministic=True)
+    ranks.connect()
     backend = set()
     for part_bytes in (process_ranks.MAX_GATHERED_BYTES, 1000):
         process_ranks.MAX_GATHERED_BYTES = part_bytes

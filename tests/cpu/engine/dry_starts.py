@@ -19,10 +19,13 @@ from strandline.kernels.ranks import ONE_RANK
 from strandline.kernels.recording_triton import recording
 
 
-def of_two_ranks(model: str) -> list[str]:
-    """Return the kernels that one of two ranks compiles at its start."""
+def of_second_rank_alone(model: str) -> list[str]:
+    """Return the kernels that the second of two ranks launches and the first does not: less than half."""
     config = EngineConfig(model=model, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=1024)
-    return [variant.name for variant in record_start(config, GPUS["sm_90"])]
+    ranks = [{each.digest: each.name for each in record_start(config, GPUS["sm_90"], rank)} for rank in range(2)]
+    own = [name for digest, name in ranks[1].items() if digest not in ranks[0]]
+    assert len(own) < len(ranks[1]) / 2
+    return own
 
 
 def after_the_start(model: str, lengths: Sequence[int], decodes: Sequence[int]) -> list[str]:
@@ -42,6 +45,6 @@ def after_the_start(model: str, lengths: Sequence[int], decodes: Sequence[int]) 
 
 if __name__ == "__main__":
     kind, model, *rest = sys.argv[1:]
-    functions: dict[str, Any] = {"of two ranks": of_two_ranks, "after the start": after_the_start}
+    functions: dict[str, Any] = {"of the second rank alone": of_second_rank_alone, "after the start": after_the_start}
     names = functions[kind](model, *map(json.loads, rest))
     sys.stdout.writelines(f"{name}\n" for name in names)

@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -187,6 +188,17 @@ DRIVER_FUNCTIONS = (
 """Functions of NVIDIA's driver that modules which launch kernels call."""
 
 
+COMPILE_FIRST = """
+import runpy
+from strandline.kernels import recording_triton
+
+recording, found = recording_triton.recording, []
+recording_triton.recording = lambda gpu, take: recording(gpu, lambda variant: found or found.append(take(variant)))
+runpy.run_module("strandline.engine.processes.kernel_compiler", run_name="__main__")
+"""
+"""The program of a compiler, which compiles the first kernel that is found."""
+
+
 def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
     cache, has_launchers = tmp_path / "cache", hasattr(nvidia, "make_launcher") and shutil.which("gcc") is not None
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -196,8 +208,8 @@ def test_share_is_compiled_into_the_cache(tmp_path: Path) -> None:
         command = ["gcc", "-shared", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
         subprocess.run(command, input=functions, text=True, check=True)
         environment |= {"LD_LIBRARY_PATH": str(tmp_path)}
-    share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 2, 0, 50)
-    command = [sys.executable, "-m", "strandline.engine.processes.kernel_compiler"]
+    share = Share(EngineConfig(model=MODEL, max_num_seqs=8, max_num_batched_tokens=1024), GPUS["sm_90"], 2, 0, 1)
+    command = [sys.executable, "-c", COMPILE_FIRST]
     run = subprocess.run(command, input=pickle.dumps(share), env=environment, capture_output=True, check=False)
     assert run.returncode == 0, run.stderr.decode()
     assert len(list(cache.glob("*/*.cubin"))) >= 1
@@ -228,9 +240,9 @@ def dry_start(*arguments: str) -> list[str]:
     return run.stdout.split()
 
 
-def test_sums_of_several_ranks_are_compiled_ahead() -> None:
-    sums = {name for name in dry_start("of two ranks", MODEL) if name.startswith("collectives.")}
-    assert sums >= {"collectives.rank_sums_triton._sum_kernel", "collectives.rank_sums_triton._gather_kernel"}
+def test_sums_are_found_for_each_rank() -> None:
+    own = {*dry_start("of the second rank alone", MODEL)}
+    assert own >= {"collectives.rank_sums_triton._sum_kernel", "collectives.rank_sums_triton._gather_kernel"}
 
 
 INDEXED_LENGTHS = (129, 2047, 2049, 2060)
@@ -256,34 +268,83 @@ def test_prompts_of_any_length_launch_what_the_start_compiled(name: str, tmp_pat
     assert not dry_start("after the start", str(tmp_path), json.dumps(lengths), json.dumps(decodes))
 
 
-def test_kernels_found_before_a_fault_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list[Any]()
+class Found(NamedTuple):
+    """A kernel that notes its compilation."""
 
-    class Found:
-        def compile(self, gpu: Gpu) -> tuple[None, None]:
-            found.append(gpu)
-            return None, None
+    name: str
+    compiled: list[str]
+    digest: str = "0"
 
-    class InThisProcess:
-        exitcode = sentinel = 0
+    def compile(self, gpu: Gpu) -> tuple[None, None]:
+        assert gpu == GPUS["sm_90"]
+        self.compiled.append(self.name)
+        return None, None
 
-        def __init__(self, target: Callable[..., None]) -> None:
-            self.start = target
+
+class InThisProcess:
+    exitcode = sentinel = 0
+
+    def __init__(self, target: Callable[..., None]) -> None:
+        self.start = target
+
+
+@pytest.fixture
+def finding(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
+    """What dry runs find; it is compiled in this process."""
+    found = list[Found]()
 
     @contextmanager
     def recording(_: Gpu, take: Callable[[Any], None]) -> Iterator[None]:
-        for _each in range(3):
-            take(Found())
+        for each in found:
+            take(each)
         yield
-
-    def fail(_: EngineConfig) -> None:
-        raise NotImplementedError("no such operation")
 
     monkeypatch.setattr(kernel_compiler, "can_build_launchers", lambda: False)
     monkeypatch.setattr(kernel_compiler, "wait", lambda _: None)
     monkeypatch.setattr(kernel_compiler, "recording", recording)
-    monkeypatch.setattr(kernel_compiler, "run_start", fail)
+    monkeypatch.setattr(kernel_compiler, "run_start", lambda *_: None)
     monkeypatch.setattr(kernel_compiler, "get_context", lambda _: SimpleNamespace(Process=InThisProcess))
+    return found
+
+
+def test_kernels_found_before_a_fault_are_compiled(finding: list[Found], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise NotImplementedError("no such operation")
+
+    compiled = list[str]()
+    finding += [Found(name, compiled) for name in "abc"]
+    monkeypatch.setattr(kernel_compiler, "run_start", fail)
     with pytest.raises(NotImplementedError):
         kernel_compiler.compile_share(Share(EngineConfig(model=MODEL), GPUS["sm_90"], 2, 0, 1))
-    assert found == [GPUS["sm_90"]] * 3
+    assert compiled == ["a", "b", "c"]
+
+
+def test_ranks_compile_their_part_of_the_kernels_first(finding: list[Found], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, runs, compiled = EngineConfig(model=MODEL, tensor_parallel_size=2), list[int](), list[str]()
+    monkeypatch.setattr(kernel_compiler, "run_start", lambda _, rank: runs.append(rank))
+    finding += [Found(name, compiled, digest) for name, digest in (("a", "a1"), ("b", "a2"), ("c", "a3"), ("d", "a4"))]
+    for rank in range(2):
+        kernel_compiler.compile_share(share_of(config, GPUS["sm_90"], rank, 8))
+    assert runs == [0, 1]
+    assert compiled == ["b", "d", "a", "c", "a", "c", "b", "d"]
+
+
+def test_processes_compile_one_kernel_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And other kernels at the same time."""
+    monkeypatch.setattr(kernel_compiler, "cache_directory", lambda: tmp_path / "cache")
+    context = get_context("fork")
+    ended = context.Queue()
+
+    def compile_again(digest: str) -> None:
+        with kernel_compiler.compiling_alone(digest):
+            ended.put(digest)
+
+    with kernel_compiler.compiling_alone("a" * 64):
+        processes = [context.Process(target=compile_again, args=(digit * 64,)) for digit in "ab"]
+        for process in processes:
+            process.start()
+        processes[1].join()
+        assert ended.get() == "b" * 64
+        assert processes[0].is_alive()
+    assert ended.get() == "a" * 64
+    processes[0].join()

@@ -68,6 +68,7 @@ def run_ranks(compare: Callable[[ProcessRanks], None], num_ranks: int, directory
 
 def _run_rank(compare: Callable[[ProcessRanks], None], place: RankPlace) -> None:
     ranks = ProcessRanks(place, torch.device("cuda", place.rank))
+    ranks.connect()
     with torch.inference_mode():
         compare(ranks)
     torch.cuda.synchronize()

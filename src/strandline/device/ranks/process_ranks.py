@@ -49,7 +49,7 @@ class RankPlace(NamedTuple):
 
 
 class ProcessRanks:
-    """The ranks of an engine, from this process's rank. Construction waits until all have connected.
+    """The ranks of an engine, from this process's rank. Nothing is summed or gathered before ``connect``.
 
     Args:
         device: this rank's own; on GPUs the only one that the process computes on.
@@ -64,12 +64,16 @@ class ProcessRanks:
         for name, value in (dict.fromkeys(INTERFACES, _loopback()) | WITHOUT_MULTICAST).items():
             os.environ.setdefault(name, value)
         self.enter_thread()
+        self.few_rows: FewRows | None = None
+        self.many_rows: ManyRows | None = None
+
+    def connect(self) -> None:
+        """Wait until all ranks have connected."""
+        place, device = self._place, self._device
         backend = "nccl" if device.type == "cuda" else "gloo"
         meeting = f"file://{place.meeting_file}"
         dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
         self.least(0)  # connects; NCCL waits for the first call to do it
-        self.few_rows: FewRows | None = None
-        self.many_rows: ManyRows | None = None
         if device.type == "cuda" and self.size > 1:
             self.few_rows, self.many_rows = connect_sums(self, TorchSymmetricMemory(device, self.size))
 

@@ -24,12 +24,19 @@ from strandline.kernels.recording_triton import Variant, recording
 
 
 class _OneOfSeveral:
-    """The first rank of several, whose sums go through symmetric memory as far as that has room."""
+    """A rank of several, whose sums go through symmetric memory as far as that has room."""
 
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
-        self.few_rows = FewRowSums(_connection(size, rank_sums.counter_shape(size)))
-        self.many_rows = ManyRowSums(_connection(size, many_row_sums.counter_shape(size)))
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.few_rows = FewRowSums(self._connection(rank_sums.counter_shape(size)))
+        self.many_rows = ManyRowSums(self._connection(many_row_sums.counter_shape(size)))
+
+    def _connection(self, counter_shape: tuple[int, ...]) -> Connection:
+        addresses_N = torch.empty(self.size, dtype=torch.int64, device=META)
+        return Connection(self.rank, addresses_N, torch.empty(counter_shape, dtype=torch.int32, device=META))
+
+    def connect(self) -> None:
+        """Do nothing."""
 
     def sum(self, x: Summand) -> Tensor:
         """Return what has the shape of a sum of several; as ``ProcessRanks.sum``."""
@@ -46,11 +53,6 @@ class _OneOfSeveral:
     def least(self, number: int) -> int:
         """Return ``number``."""
         return number
-
-
-def _connection(size: int, counter_shape: tuple[int, ...]) -> Connection:
-    addresses_N = torch.empty(size, dtype=torch.int64, device=META)
-    return Connection(0, addresses_N, torch.empty(counter_shape, dtype=torch.int32, device=META))
 
 
 def dry_config(config: EngineConfig) -> EngineConfig:
@@ -73,25 +75,25 @@ def dry_config(config: EngineConfig) -> EngineConfig:
     )
 
 
-def record_start(config: EngineConfig, gpu: Gpu) -> list[Variant]:
-    """Return the kernels that an engine with this configuration compiles on a GPU; of several ranks, those of the first
-    one.
+def record_start(config: EngineConfig, gpu: Gpu, rank: int = 0) -> list[Variant]:
+    """Return the kernels that a rank of an engine with this configuration compiles on a GPU.
 
     Raises:
         ConfigError: no engine can be built so.
     """
     variants = list[Variant]()
     with recording(gpu, variants.append):
-        run_start(config)
+        run_start(config, rank)
     return variants
 
 
-def run_start(config: EngineConfig) -> None:
-    """Start an engine on the device ``meta``, and end it; see ``record_start``."""
+def run_start(config: EngineConfig, rank: int = 0) -> None:
+    """Start a rank of an engine on the device ``meta``, and end it; see ``record_start``."""
     dry = dry_config(config)
     with zeros_from_meta():
         num_ranks = config.tensor_parallel_size
-        executor = load_uni_executor(dry, None, ONE_RANK if num_ranks == 1 else _OneOfSeveral(num_ranks), device=META)
+        ranks = ONE_RANK if num_ranks == 1 else _OneOfSeveral(rank, num_ranks)
+        executor = load_uni_executor(dry, None, ranks, device=META)
         new_warm_up(dry, executor).run()
         executor.capture_graphs()
         executor.close()

@@ -146,7 +146,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     Thread(target=leave_with, args=[connection, start.place, is_loaded], daemon=True).start()
     name_engine_in_log(start.config)
     try:
-        ranks = None if start.place is None else connect(start.place, start.config)
+        ranks = None if start.place is None else new_ranks(start.place, start.config)
         executor = load_uni_executor(
             start.config, ranks=ranks or ONE_RANK, weights=start.weights, progress=start.progress
         )
@@ -166,8 +166,8 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
             worker.handle(pickle.load(calls))
 
 
-def connect(place: RankPlace, config: EngineConfig) -> ProcessRanks:
-    """Return the ranks of an engine; waits until all have connected."""
+def new_ranks(place: RankPlace, config: EngineConfig) -> ProcessRanks:
+    """Return the ranks of an engine, to be connected."""
     return ProcessRanks(place, resolve_device(config, place.rank), is_deterministic=config.deterministic)
 
 

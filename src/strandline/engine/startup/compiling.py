@@ -54,7 +54,12 @@ class Share(NamedTuple):
     number: int
     """Among the shares of the engines that start together."""
     num_shares: int
-    """Each has every ``num_shares``-th kernel, from that with its number."""
+    """Each compiles its part of the kernels; ranks then what others have not, since some are of one rank alone."""
+
+    @property
+    def rank(self) -> int:
+        """The engine's rank that compiles."""
+        return self.number % self.config.tensor_parallel_size
 
 
 @dataclass

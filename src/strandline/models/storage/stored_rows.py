@@ -12,7 +12,7 @@ Shape suffixes: X experts, R rows of all matrices of a parameter, I inputs.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Protocol
@@ -150,6 +150,12 @@ class Matrix:
         return index_R
 
     @property
+    def form(self) -> Hashable:
+        """What the memory of two matrices that are alike has in common."""
+        parameter = self.parameter
+        return self.attribute, tuple(parameter.shape), parameter.dtype, tuple(self._runs), self.boundary
+
+    @property
     def boundary(self) -> int:
         """Return the row at which the up projection's rows begin; 0 if there is no gate before them."""
         if isinstance(self.owner, GatedProjection):
@@ -258,7 +264,13 @@ class QuantizedStorage:
     ) -> None:
         self._targets, self._stored, self.device = targets, stored, device
         self._matrices = Matrices(model, targets, formats, stored, device)
-        self._memory = {matrix: _allocate(matrix, formats, device) for matrix in self._matrices.kept}
+        kept, memory = self._matrices.kept, dict[Hashable, _Memory]()
+        # Without memory, matrices that are alike can have the same: a dry run is to take no time for each layer.
+        forms = [matrix.form if torch.device(device).type == "meta" else matrix for matrix in kept]
+        for form, matrix in zip(forms, kept, strict=True):
+            if form not in memory:
+                memory[form] = _allocate(matrix, formats, device)
+        self._memory = {matrix: memory[form] for form, matrix in zip(forms, kept, strict=True)}
         self.names = frozenset(name for name, target in targets.items() if self._matrices.kept_of(target) is not None)
         """Published weights that ``fill`` takes."""
         self.kept = self.names & self._stored.keys()
@@ -286,7 +298,7 @@ class QuantizedStorage:
 
     def fill_randomly(self, seed: int) -> None:
         """Draw random weights."""
-        for index, (matrix, memory) in enumerate(self._memory.items()):
+        for index, (memory, matrix) in enumerate({each: matrix for matrix, each in self._memory.items()}.items()):
             device = memory.dense_RI.device
             # A device without memory has no generators, and what is drawn there takes seconds for nothing.
             generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed + index)
@@ -298,8 +310,11 @@ class QuantizedStorage:
 
     def finish(self) -> None:
         """Give the filled weights to their layers."""
+        parts_of = dict[_Memory, tuple[DenseWeight | QuantizedWeight, ...]]()
         for matrix, memory in self._memory.items():
-            parts = tuple(_parts(matrix, memory))
+            if memory not in parts_of:
+                parts_of[memory] = tuple(_parts(matrix, memory))
+            parts = parts_of[memory]
             if isinstance(matrix.owner, Experts):
                 matrix.owner.keep(matrix.attribute, parts)
             elif isinstance(matrix.owner, Projection):
