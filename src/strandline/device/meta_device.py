@@ -35,9 +35,9 @@ class _Operations(TorchDispatchMode):
         match func.overloadpacket:
             case torch.ops.aten.copy_ if args[1].is_meta and not args[0].is_meta:
                 return args[0].zero_()
-            case torch.ops.aten._to_copy if args[0].is_meta and _is_host(named.get("device")):
+            case torch.ops.aten._to_copy | torch.ops.aten.to if args[0].is_meta and _is_host(named.get("device")):
                 return torch.zeros(args[0].shape, dtype=named.get("dtype") or args[0].dtype)
-            case torch.ops.aten._local_scalar_dense if args[0].is_meta:
+            case torch.ops.aten._local_scalar_dense | torch.ops.aten.item if args[0].is_meta:
                 return 0
             case torch.ops.aten._scaled_mm if "out" in named and named["out"].is_meta:
                 return named["out"]

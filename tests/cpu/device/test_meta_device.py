@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from strandline.device.meta_device import META, zeros_from_meta
 from strandline.kernels.gemm.weights import DenseWeight
@@ -12,6 +13,14 @@ from strandline.models.layers.projection import Projection
 from strandline.models.weights import load_model
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_host_reads_zeros(is_inference: bool) -> None:
+    with zeros_from_meta(), torch.inference_mode(is_inference):
+        tensor = torch.empty(2, dtype=torch.int64, device=META)
+        assert tensor.tolist() == tensor.cpu().tolist() == [0, 0]
+        assert int(tensor[0]) == 0
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4", "w4a16"])
