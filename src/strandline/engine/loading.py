@@ -21,7 +21,7 @@ from strandline.device.hardware.dtypes import (
     peak_note,
     unused_note,
 )
-from strandline.device.hardware.gpu_limits import require_tensor_cores
+from strandline.device.hardware.gpu_limits import set_up_gpu
 from strandline.device.hardware.threads import limit_threads
 from strandline.device.sizing import require_room_for_weights
 from strandline.device.uni_executor import UniExecutor
@@ -105,7 +105,7 @@ def load_uni_executor(
             vocabulary.grammars.begin()  # while the weights are read
     directory = find_model(config.model)
     device, shard = device or resolve_device(config, ranks.rank), Shard(ranks.rank, ranks.size)
-    require_tensor_cores(device)
+    set_up_gpu(device)
     model_config = read_model_config(directory)
     pictures = None if config.language_model_only else read_picture_config(directory, model_config)
     choice = choose_dtype(config, model_config, device)
