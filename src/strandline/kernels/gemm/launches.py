@@ -108,7 +108,7 @@ LOGITS: Final = rows_launch(1, 1024, 4)
 """A router's product: a chunk has 8 inputs for each thread, so that its rows and the weight's are in the same
 threads."""
 
-ROUTER: Final = rows_launch(2, 2048, 4)
+ROUTER: Final = rows_launch(4, 2048, 8)
 """A router's product, in whose launch its rows are normalised: few outputs, so that the programs are few that do it."""
 
 MAX_ROWS_LOGITS: Final = 64
