@@ -214,7 +214,8 @@ def few_launches(weight_format: str, model: Model, tokens: int) -> Iterator[Laun
         sizes = (model.routing.top_k, model.size, model.shared_size)
         chosen = choose_dense(tokens, *sizes, is_gated=model.is_gated)
     else:
-        chosen = FORMATS[weight_format].launches.few(tokens)
+        of_format = FORMATS[weight_format].launches.few_experts
+        chosen = None if of_format is None else of_format[tokens > 1]
     if chosen is None:
         return
     up, down = chosen

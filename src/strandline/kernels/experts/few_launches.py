@@ -52,8 +52,8 @@ def choose_few(experts: ExpertWeights, shared: SharedExpert | None, num_tokens: 
     shared_size = 0 if shared is None else shared.num_projected // (1 + is_gated)
     sizes = (top_k, experts.down.shape[2], shared_size)
     launches = experts.down.format.launches
-    if (measured := launches.few(num_tokens)) is not None:
-        up, down = measured
+    if launches.few_experts is not None:
+        up, down = launches.few_experts[num_tokens > 1]
         in_turn = launches.few_experts_three if num_tokens == 3 else None
         if in_turn is not None:
             programs = num_tokens * cdiv(experts.down.shape[1], in_turn.block_n * in_turn.blocks)

@@ -143,12 +143,7 @@ LAUNCHES: Final = FormatLaunches(
         float32=FOUR_BIT.launches.experts.float32,
         min_dequantized=160,
     ),
-    few_experts=(
-        few_pair((4, 1024, 2), 2, 1),
-        few_pair((4, 1024, 2), 2, 2, 4),
-        few_pair((8, 1024, 2), 2, 2, 4),
-        few_pair((8, 1024, 2), 4, 4, 4),
-    ),
+    few_experts=(few_pair((8, 1024, 2), 8, 4), few_pair((8, 1024, 2), 4, 1)),
 )
 
 FP4: Final = CodedFormat(

@@ -126,15 +126,10 @@ class FormatLaunches(NamedTuple):
     linear_fixed: Tiles
     """Tiles of linear layers that add in one order."""
     experts: ExpertLaunches
-    few_experts: tuple[Pair, ...] | None = None
-    """Both products of experts of one token, of two and so on, the last ones also of more; None: they depend on more
-    (``experts/few_launches.py``)."""
+    few_experts: tuple[Pair, Pair] | None = None
+    """Both products of experts of one token, and of a few; None: they depend on more (``experts/few_launches.py``)."""
     few_experts_wide: Launch | None = None
     """Their second product of more inputs (``experts/few_launches.WIDE_FACTOR``); None: the same."""
     few_experts_three: Launch | None = None
     """Their second product of three tokens, as of one sequence with two drafts, where all programs run at once
     (``experts/few_launches.PROGRAMS_AT_ONCE``); None: the same."""
-
-    def few(self, num_tokens: int) -> Pair | None:
-        """Return the pair of ``few_experts`` for a number of tokens."""
-        return None if self.few_experts is None else self.few_experts[min(num_tokens, len(self.few_experts)) - 1]
