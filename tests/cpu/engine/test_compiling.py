@@ -250,6 +250,7 @@ INDEXED_LENGTHS = (129, 2047, 2049, 2060)
 
 LAUNCHING = {
     "qwen3.5-35b-a3b-fp8": ((9, 31, 200, 257, 300, 320, 511, 2047), (0,)),
+    "qwen3.5-35b-a3b-nvfp4": ((3, 4, 128, 129, 257), (0,)),
     "glm-5.3-flash-cut": (INDEXED_LENGTHS, (0, 1)),
     "qwen4-exp-cut": (INDEXED_LENGTHS, (0, 1)),
 }
@@ -257,7 +258,13 @@ LAUNCHING = {
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3.5-35b-a3b-fp8", "glm-5.3-flash-cut", pytest.param("qwen4-exp-cut", marks=pytest.mark.long)]
+    "name",
+    [
+        "qwen3.5-35b-a3b-fp8",
+        pytest.param("qwen3.5-35b-a3b-nvfp4", marks=pytest.mark.long),
+        "glm-5.3-flash-cut",
+        pytest.param("qwen4-exp-cut", marks=pytest.mark.long),
+    ],
 )
 def test_prompts_of_any_length_launch_what_the_start_compiled(name: str, tmp_path: Path) -> None:
     config = json.loads((ROOT / "benchmarks" / "configs" / name / "config.json").read_text())
