@@ -353,9 +353,12 @@ def test_few_rows_preload_large_weights(num_rows: int, num_inputs: int, dtype: t
     assert choose_adapted(x, weight).kernel in (Kernel.ROWS, Kernel.TILES)
 
 
-@pytest.mark.parametrize(("is_gated", "outputs"), [(False, 8), (True, 2)])
-def test_programs_have_fewer_outputs_of_two_4_bit_matrices(outputs: int, *, is_gated: bool) -> None:
-    weight = four_bit_weight(16384, 128, device="meta")
+@pytest.mark.parametrize(
+    ("name", "is_gated", "outputs"),
+    [("int4-128", False, 8), ("int4-128", True, 2), ("nvfp4", False, 8), ("nvfp4", True, 8)],
+)
+def test_outputs_of_4_bit_gates_fit_registers(name: str, outputs: int, *, is_gated: bool) -> None:
+    weight = CASES[name].weight(16384, 128, device="meta")
     plan = choose(torch.empty(1, 128, device="meta"), weight, Launches.MEASURED, is_gated=is_gated)
     assert plan.kernel is Kernel.ROWS
     assert plan.launch is not None

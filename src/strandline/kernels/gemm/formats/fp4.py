@@ -124,6 +124,7 @@ def _numbers(codes: Tensor) -> Tensor:
 
 FP4_LINEAR: Final = FOUR_BIT_LINEAR._replace(
     rows_one_wide=rows_launch(8, 2048, 2),
+    rows_one_wide_gated=None,  # two warps have registers for eight outputs of both
     tiles=Tiles(
         {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), MANY: CODED_MIDDLE},
         {16: Launch(16, 128, BLOCK_INPUTS, 4, 3), 32: CODED_MIDDLE, MANY: CODED_MANY},
