@@ -220,6 +220,18 @@ def test_arguments_with_an_extra_matrix_are_one_flat_tuple(name: str) -> None:
         assert not any(isinstance(argument, tuple) for argument in taken.data)
 
 
+def test_one_rank_adds_a_shared_expert_like_the_others() -> None:
+    torch.manual_seed(0)
+    case = Case(12, (7, 3, 48, 32, 32), torch.float32, "cpu", SWIGLU, "nvfp4")
+    out_TD = torch.zeros_like(case.x_TD)
+    for held in (range(3), range(3, 7)):
+        part = case.experts.part(slice(held.start, held.stop))._replace(held=held)
+        shared = case.shared if held.start else None
+        with poisoned_memory():
+            out_TD += added_up(compute_choices(case.x_TD, part, case.chosen, shared, TILES))
+    assert_near(out_TD, case.expected(with_shared=True))
+
+
 def test_pairs_of_parameters_are_complete() -> None:
     values = (DTYPES, tuple(FORMATS), ACTIVATIONS, SHAPES)
     for first, second in itertools.combinations(range(4), 2):
