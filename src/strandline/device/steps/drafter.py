@@ -27,7 +27,7 @@ class StepRows(NamedTuple):
 
 
 class NextDrafts(NamedTuple):
-    """Drafts for the next step, on the device."""
+    """Drafts for the next step, on the device, or on the host once the device is done."""
 
     rows: Mapping[int, int]
     """The row of each sequence, by index in the plan."""

@@ -16,7 +16,7 @@ from strandline.kernels.overlap_triton import overlap_options, release_next, wai
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
 MAX_CHOICES_DIRECT = 8192
-"""Up to here one launch, whose programs look at all choices twice, is faster than two."""
+"""Up to here one launch, whose programs each look at all choices, is faster than two."""
 
 BLOCK_DIRECT = 2048
 """Choices that the program of an expert looks at together."""
