@@ -142,8 +142,7 @@ class EngineCore:
             RequestError: a sequence of that id is unfinished, or its LoRA adapter is not loaded.
             EngineError: the core has been flushed or closed.
         """
-        if self._is_closing:
-            raise EngineError("the engine has been closed")
+        self.require_open()
         self.adapters.require(submission.new.adapter)
         request = Request(submission)
         request.grammar = grammar
@@ -202,6 +201,11 @@ class EngineCore:
         self.executor.close()
         if self.event_feed is not None:
             self.event_feed.close()
+
+    def require_open(self) -> None:
+        """Raise an EngineError if the core has been flushed or closed."""
+        if self._is_closing:
+            raise EngineError("the engine has been closed")
 
     @property
     def has_unfinished(self) -> bool:

@@ -102,12 +102,13 @@ class LLM:
             self._close = finalize(self, _close, self.engine.core, self._shared.process)
 
     def close(self) -> None:
-        """Release the device; nothing can be generated afterwards.
+        """Release the device, after the running step; nothing can be generated afterwards.
 
         With ``disk_cache`` or ``object_store``, entries that are only in memory are written to it first, for at most
         20 s; Ctrl-C ends that. The same happens without this call when the interpreter exits.
         """
-        self._close()
+        with self._shared.exclusively() if self._shared.process == os.getpid() else contextlib.nullcontext():
+            self._close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM cannot be pickled or copied: it holds a model's memory; make one in each process")
@@ -232,9 +233,11 @@ class LLM:
                 self._add(parsed, request, stack, inbox)
             is_finished = False
             while not is_finished:
-                for output in self._shared.step(inbox):
+                with self._shared.exclusively():
+                    outputs = [output.copy() for output in self._shared.step(inbox)]
+                for output in outputs:
                     is_finished = output.finished
-                    yield output.copy()
+                    yield output
 
     def render(
         self,
@@ -327,6 +330,8 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         """Give back the memory of the cache, and on GPUs of the weights, until ``wake_up``.
+
+        Calls that run in other threads, and streams that are continued before then, end with a ``RequestError``.
 
         Args:
             level: 1: weights stay in host memory; 2: they are read again.
@@ -459,10 +464,10 @@ class LLM:
         make_bar: MakeBar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         with make_bar(total=len(names), desc="Processed prompts", unit="request") as bar:
             while len(finished) < len(names):
-                for output in self._shared.step(inbox):
-                    if output.finished:
-                        finished[output.request_id] = output
-                        bar.update()
+                with self._shared.exclusively():
+                    ended = [output for output in self._shared.step(inbox) if output.finished]
+                finished.update((output.request_id, output) for output in ended)
+                bar.update(len(ended))
         return [finished[name] for name in names]
 
 

@@ -29,6 +29,9 @@ class SharedEngine:
         self._lock = RLock()
         self._inboxes: dict[str, Inbox] = {}
         """Where the outputs of each request that runs go, by its name."""
+        self._is_used = False
+        self._ended: list[str] = []
+        """Requests to be ended at the end of a use: garbage collection may close a stream at any moment of one."""
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
@@ -43,7 +46,16 @@ class SharedEngine:
                 "its threads nor the device are here; make an LLM in each process, and start them with 'spawn'"
             )
         with self._lock:
-            yield
+            was_used = self._is_used
+            try:
+                self._is_used = True
+                yield
+            finally:
+                try:
+                    if self._ended and not was_used:
+                        self._abort_ended()
+                finally:
+                    self._is_used = was_used
 
     def add(self, name: str, request: CheckedRequest, stack: ExitStack, inbox: Inbox, **options: Any) -> None:
         """Add a request of a call. It is aborted when the stack unwinds before it has finished.
@@ -57,9 +69,18 @@ class SharedEngine:
             stack.callback(self._end, name)
 
     def step(self, inbox: Inbox) -> list[RequestOutput]:
-        """Return what is new of a call's requests; if nothing is, run a step first."""
+        """Return what is new of a call's requests; if nothing is, run a step first.
+
+        Steps of other calls extend the outputs: they are read, or copied, in the same ``exclusively``.
+
+        Raises:
+            RequestError: another call has put the engine to sleep.
+            EngineError: another call has closed it.
+        """
         with self.exclusively(), uninterrupted():
             if not inbox:
+                self._engine.core.require_open()
+                self._engine.core.control.require_running()
                 for output in self._engine.step():
                     if (its := self._inboxes.get(output.request_id)) is not None:
                         its[output.request_id] = output
@@ -68,7 +89,15 @@ class SharedEngine:
             return found
 
     def _end(self, name: str) -> None:
-        """Forget a request, and abort it if it has not finished."""
-        with self._lock, uninterrupted():
-            del self._inboxes[name]
-            self._engine.abort(name)
+        """Forget a request, and abort it if it has not finished; in a forked process, do nothing."""
+        if self.process == os.getpid():
+            self._ended.append(name)
+            with self.exclusively():
+                pass
+
+    def _abort_ended(self) -> None:
+        with uninterrupted():
+            while self._ended:
+                name = self._ended.pop()
+                del self._inboxes[name]
+                self._engine.abort(name)

@@ -1,6 +1,7 @@
 """Calls of one ``LLM``: from several threads, inside each other, interrupted, and in another process."""
 
 import copy
+import gc
 import multiprocessing
 import pickle
 import signal
@@ -13,7 +14,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.engine.interrupts import uninterrupted
 from strandline.engine.llm import _close
-from strandline.errors import EngineError
+from strandline.errors import EngineError, RequestError
 from tests.cpu.engine.conftest import MakeLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -66,6 +67,77 @@ def test_streams_may_take_turns(llm: LLM) -> None:
     assert found == {number: tokens(llm, PROMPTS[number]) for number in range(2)}
 
 
+def test_a_stream_does_not_run_while_the_engine_sleeps(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], PARAMS)
+    next(stream)
+    llm.sleep()
+    with pytest.raises(RequestError, match="asleep"):
+        next(stream)
+    llm.wake_up()
+    assert len(tokens(llm, PROMPTS[0])) == 12
+
+
+def test_a_closed_engine_ends_streams_with_an_error(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], PARAMS)
+    next(stream)
+    llm.close()
+    with pytest.raises(EngineError, match="has been closed"):
+        next(stream)
+
+
+def test_a_stream_collected_during_a_step_ends_after_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, abort = llm.engine.step, llm.engine.abort
+    done: list[str] = []
+
+    def collecting() -> Any:
+        gc.collect()
+        found = step()
+        done.append("step")
+        return found
+
+    def aborting(name: str) -> None:
+        done.append("abort")
+        abort(name)
+
+    stream = llm.stream(PROMPTS[0], PARAMS)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    monkeypatch.setattr(llm.engine, "step", collecting)
+    monkeypatch.setattr(llm.engine, "abort", aborting)
+    other = llm.stream(PROMPTS[1], PARAMS)
+    del stream, cycle
+    next(other)
+    assert done == ["step", "abort"]
+    assert len(llm.engine.frontend.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda llm: tokens(llm, PROMPTS[0]), lambda llm: list(llm.stream(PROMPTS[0], PARAMS))],
+    ids=["generate", "stream"],
+)
+def test_no_thread_extends_outputs_that_another_reads(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    step, lock = llm._shared.step, llm._shared._lock
+    others = []
+
+    def is_free() -> bool:
+        if is_so := lock.acquire(blocking=False):
+            lock.release()
+        return is_so
+
+    def noting(inbox: Any) -> Any:
+        found = step(inbox)
+        with ThreadPoolExecutor(1) as pool:
+            others.append(pool.submit(is_free).result())
+        return found
+
+    monkeypatch.setattr(llm._shared, "step", noting)
+    call(llm)
+    assert others
+    assert not any(others)
+
+
 def test_ctrl_c_waits_for_the_end_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, ctrl_c: None) -> None:
     step: Any = llm.engine.step
     done = []
@@ -99,7 +171,9 @@ def test_a_second_ctrl_c_acts_at_once(ctrl_c: None) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def _answer_of_child(llm: LLM, queue: Any) -> None:
+def _answer_of_child(llm: LLM, stream: Any, queue: Any) -> None:
+    stream.close()  # as garbage collection does
+    assert llm.engine.frontend.requests  # no device is here to end them
     try:
         tokens(llm, PROMPTS[0])
     except EngineError as error:
@@ -110,13 +184,16 @@ def _answer_of_child(llm: LLM, queue: Any) -> None:
 def test_a_forked_process_is_refused_with_the_reason(llm: LLM) -> None:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_answer_of_child, args=(llm, queue))
+    stream = llm.stream(PROMPTS[1], PARAMS)
+    next(stream)
+    child = context.Process(target=_answer_of_child, args=(llm, stream, queue))
     child.start()
     assert "was forked: neither its threads nor the device are here; make an LLM in each process" in queue.get(
         timeout=60
     )
     child.join()
     assert tokens(llm, PROMPTS[0])
+    assert list(stream)[-1].finished
     _close(llm.engine.core, process=child.pid or 0)  # what the end of such a process does
     assert tokens(llm, PROMPTS[0])
 
