@@ -5,7 +5,8 @@ reference implementation, which also serves new accelerators. ``STRANDLINE_TRITO
 reference implementations. If a backend cannot run a workload, the reason is recorded and reported.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -15,16 +16,22 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar, runtime_checkable
 import torch
 from tqdm import tqdm
 
+from strandline.clock import SYSTEM_CLOCK
 from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
 from strandline.kernels.gpu import is_stood_for
 from strandline.kernels.operation import Backend, Launches, Operation, Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
+
+LOGGER: Final = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 PROGRESS_DELAY_S: Final = 1.0
 """Delay before the progress bar appears."""
+
+LONG_S: Final = 10.0
+"""Loading takes so long only where kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,8 @@ def bind_kernels(
     wanted = "Numba" if device_type == "cpu" else "Triton"
     obstacle = why_unavailable(wanted, device_type)
     distinct = list(dict.fromkeys(operations))
-    for operation in tqdm(distinct, "Loading kernels", disable=not progress, delay=PROGRESS_DELAY_S):
+    shown = tqdm(distinct, "Loading kernels", delay=PROGRESS_DELAY_S) if progress else _logged(distinct)
+    for operation in shown:
         functions[operation] = operation.reference
         for backend in operation.backends:
             if backend.name != wanted:
@@ -91,6 +99,20 @@ def bind_kernels(
             else:
                 fallbacks.append(Fallback(operation.name, backend.name, reason))
     return Kernels(workload, functions, tuple(fallbacks), ranks)
+
+
+def _logged(operations: Sequence[Operation[..., Any]]) -> Iterator[Operation[..., Any]]:
+    """Yield operations; once they have taken long to load, log why."""
+    start_s, is_logged = SYSTEM_CLOCK(), False
+    for number, operation in enumerate(operations):
+        if not is_logged and SYSTEM_CLOCK() - start_s > LONG_S:
+            is_logged = True
+            LOGGER.warning(
+                "kernels: compiled for this CPU, once, which may take minutes; %d of %d are loaded",
+                number,
+                len(operations),
+            )
+        yield operation
 
 
 def reference_kernels(operations: Iterable[Operation[..., Any]]) -> Kernels:

@@ -1,7 +1,9 @@
 """Every operation has one signature, and an engine's kernels are chosen once, by what backends declare."""
 
 import inspect
+import logging
 import pkgutil
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from strandline import kernels
+from strandline.kernels import binding
 from strandline.kernels.attention.attention import paged_attention
 from strandline.kernels.attention.qkv import prepare_qkv
 from strandline.kernels.binding import bind_kernels, why_unavailable
@@ -146,6 +149,16 @@ def test_deterministic_and_ordinary_kernels_coexist(monkeypatch: pytest.MonkeyPa
     assert isinstance(fixed, partial)
     assert (fixed.func, fixed.args, fixed.keywords) == (function, (), {"launches": Launches.FIXED})
     assert ordinary[rms_norm_zero_centered] is invariant[rms_norm_zero_centered]
+
+
+@pytest.mark.parametrize(("times_s", "logged"), [([0, 1, 9], []), ([0, 1, 11, 20], ["2 of 3 are loaded"])])
+def test_kernels_that_take_long_to_load_are_logged_once(
+    times_s: Sequence[float], logged: Sequence[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(binding, "SYSTEM_CLOCK", iter([0, *times_s]).__next__)
+    bind_kernels([linear, gdn_decode, gdn_prefill], Workload("any", "float32"))
+    assert [record.message.split("; ")[1] for record in caplog.records] == logged
+    assert all(record.levelno == logging.WARNING for record in caplog.records)  # engines' processes log no others
 
 
 def test_unbound_operation_is_an_error() -> None:

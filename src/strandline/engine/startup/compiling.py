@@ -83,8 +83,9 @@ def compiling(config: EngineConfig, device: torch.device, rank: int = 0) -> Iter
         return
     share = share_of(config, gpu_of(device), rank, num_cores())
     process = _start(share)
-    LOGGER.info(
-        "kernels: compiled by %d processes while weights load, once for this configuration", share.num_processes
+    LOGGER.warning(
+        "kernels: compiled by %d processes while weights load, once for this configuration, which may take minutes",
+        share.num_processes,
     )
     try:
         yield found
