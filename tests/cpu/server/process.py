@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import GenericAlias
-from typing import Any, Self
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +26,12 @@ TIMEOUT_S = 300.0
 http_get = partial(httpx.get, timeout=TIMEOUT_S)
 http_post = partial(httpx.post, timeout=TIMEOUT_S)
 http_stream = partial(httpx.stream, timeout=TIMEOUT_S)
+
+ENDING_WITH_PARENT: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 Start = Callable[[Sequence[str], Mapping[str, str], int], "subprocess.Popen[bytes] | ForkedProcess"]
 
@@ -61,9 +67,14 @@ class ForkedServer(ForkedProcess):
         self.send_signal(signal.SIGTERM)
 
 
+def ending_with_parent(command: Sequence[str | Path]) -> list[str]:
+    """Return a command that becomes another one, which is killed when the process that started it ends."""
+    return [sys.executable, "-S", "-c", ENDING_WITH_PARENT, *map(str, command)]
+
+
 def execute_server(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> "subprocess.Popen[bytes]":
     """Run the command as users do."""
-    command = [Path(sys.executable).with_name("strandline"), *arguments]
+    command = ending_with_parent([Path(sys.executable).with_name("strandline"), *arguments])
     return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 

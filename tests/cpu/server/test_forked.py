@@ -1,14 +1,16 @@
 """Processes that a template forks are what they were asked to be, as if they had been started anew."""
 
 import os
+import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cpu.server.forked import ForkedProcess, asked_for, templates
-from tests.cpu.server.process import TIMEOUT_S
+from tests.cpu.server.process import TIMEOUT_S, ending_with_parent
 
 SAY_ALL = """
 import os, sys, threading, torch
@@ -33,6 +35,18 @@ def test_process_has_its_environment_directory_and_descriptors(tmp_path: Path, m
         process = forked(SAY_ALL, environment={"ONE": "1"}, output=file.fileno())
         assert process.wait(TIMEOUT_S) == 7
     assert Path("said").read_text() == f"[('ONE', '1')]\n{tmp_path}  1 __main__\n250000.0\n"
+
+
+def test_executed_servers_end_with_a_killed_worker() -> None:
+    child = ending_with_parent(["/bin/sleep", "600"])
+    with subprocess.Popen([sys.executable, "-S", "-c", f"import subprocess; subprocess.run({child})"]) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not (pids := children.read_text().split()) or Path(f"/proc/{pids[0]}/comm").read_text() != "sleep\n":
+            assert parent.poll() is None
+        ends = os.pidfd_open(int(pids[0]))
+        parent.kill()
+        assert select.select([ends], [], [], TIMEOUT_S)[0]
+        os.close(ends)
 
 
 def test_signals_end_it_and_nothing_stays() -> None:
