@@ -20,7 +20,7 @@ class RecentHits:
 
 
 class MemorySample(NamedTuple):
-    """Memory by tenant at one time. The remaining arena was free."""
+    """Memory by use at one time. The remaining arena was free."""
 
     age_s: float
     slots_in_use: int

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from strandline.device.ranks import process_ranks
-from strandline.device.ranks.process_ranks import INTERFACES, WITHOUT_MULTICAST, ProcessRanks, RankPlace, _loopback
+from strandline.device.ranks.process_ranks import INTERFACES, WITHOUT_MULTICAST, ProcessRanks, Rendezvous, _loopback
 from strandline.kernels.expert_choices import added_up
 from tests.cpu.kernels.collectives.test_rank_sums import choices_of
 from tests.cpu.kernels.rank_processes import run_ranks
@@ -39,8 +39,8 @@ def test_multicast_stays_off_unless_the_user_sets_it(
     monkeypatch.setattr(os, "environ", environment)
     if is_set:
         environment["NCCL_NVLS_ENABLE"] = "1"
-    (tmp_path / "place").mkdir()
-    ranks = ProcessRanks(RankPlace(0, 1, str(tmp_path / "place" / "meeting")), torch.device("cpu"))
+    (tmp_path / "ranks").mkdir()
+    ranks = ProcessRanks(Rendezvous(0, 1, str(tmp_path / "ranks" / "meeting")), torch.device("cpu"))
     ranks.connect()
     ranks.close()
     assert environment["NCCL_NVLS_ENABLE"] == str(int(is_set))
@@ -49,8 +49,8 @@ def test_multicast_stays_off_unless_the_user_sets_it(
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[ProcessRanks]:
-    (tmp_path / "place").mkdir()
-    ranks = ProcessRanks(RankPlace(0, 1, str(tmp_path / "place" / "meeting")), torch.device("cpu"))
+    (tmp_path / "ranks").mkdir()
+    ranks = ProcessRanks(Rendezvous(0, 1, str(tmp_path / "ranks" / "meeting")), torch.device("cpu"))
     ranks.connect()
     yield ranks
     ranks.close()
@@ -93,7 +93,7 @@ def test_backend_sums_and_gathers_what_kernels_do_not_take(
 
 
 def check_ordered_sums(rank: int, meeting: str) -> None:
-    ranks = ProcessRanks(RankPlace(rank, 3, meeting), torch.device("cpu"), is_deterministic=True)
+    ranks = ProcessRanks(Rendezvous(rank, 3, meeting), torch.device("cpu"), is_deterministic=True)
     ranks.connect()
     backend = set()
     for part_bytes in (process_ranks.MAX_GATHERED_BYTES, 1000):
@@ -119,5 +119,5 @@ def check_ordered_sums(rank: int, meeting: str) -> None:
 
 
 def test_deterministic_ranks_add_in_their_order(tmp_path: Path) -> None:
-    (tmp_path / "place").mkdir()
-    assert run_ranks(check_ordered_sums, 3, str(tmp_path / "place" / "meeting")) == [0] * 3
+    (tmp_path / "ranks").mkdir()
+    assert run_ranks(check_ordered_sums, 3, str(tmp_path / "ranks" / "meeting")) == [0] * 3

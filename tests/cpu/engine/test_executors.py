@@ -22,7 +22,7 @@ from strandline import SamplingParams, StructuredOutputsParams
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.hardware.threads import NUM_THREADS
-from strandline.device.ranks.process_ranks import RankPlace
+from strandline.device.ranks.process_ranks import Rendezvous
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor, load_uni_executor
@@ -285,7 +285,7 @@ def test_worker_that_is_loading_ends_at_once_and_cleans_up(chat_dir: Path, tmp_p
     """It waits for another rank, which never comes."""
     meeting, link = tmp_path / "ranks" / "meeting", WorkerLink()
     meeting.parent.mkdir()
-    start = Start(0, config_of(chat_dir, tensor_parallel_size=2), False, RankPlace(0, 2, str(meeting)))
+    start = Start(0, config_of(chat_dir, tensor_parallel_size=2), False, Rendezvous(0, 2, str(meeting)))
     future = link.send(0, pickle.dumps(start))
     while not meeting.exists():
         time.sleep(0.02)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strandline.config import EngineConfig
-from strandline.device.ranks.process_ranks import RankPlace
+from strandline.device.ranks.process_ranks import Rendezvous
 from strandline.engine.processes import worker
 from strandline.engine.workers import workers
 from strandline.engine.workers.worker_link import WorkerEndedError
@@ -100,4 +100,4 @@ def test_a_rank_that_has_ended_is_found_without_a_call() -> None:
 def test_ranks_of_deterministic_engines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "ProcessRanks", lambda *_, is_deterministic: is_deterministic)
     configs = [EngineConfig(model="demo", device="cpu", deterministic=value) for value in (False, True)]
-    assert [worker.new_ranks(RankPlace(0, 4, "meeting"), config) for config in configs] == [False, True]
+    assert [worker.new_ranks(Rendezvous(0, 4, "meeting"), config) for config in configs] == [False, True]

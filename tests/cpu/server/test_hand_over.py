@@ -196,7 +196,7 @@ def pulls_ended(server: ServerProcess, outcome: str) -> float:
 
 def bytes_in_use(server: ServerProcess) -> float:
     """Return how much of a server's memory neither is free nor could be evicted."""
-    found = re.findall(r'cache_memory_bytes\{.*tenant="\w+_in_use".*\} (\S+)', server.get("/metrics").text)
+    found = re.findall(r'cache_memory_bytes\{.*use="\w+_in_use".*\} (\S+)', server.get("/metrics").text)
     assert len(found) == 2
     return sum(map(float, found))
 

@@ -252,8 +252,8 @@ def test_metrics_count_tokens_times_hits_and_the_reasons_of_misses(server: Serve
     counted = [server.metric(name) - value for name, value in zip(names, before, strict=True)]
     num_tokens = len(prompt)
     assert counted == [2 * num_tokens, 10, 2 * num_tokens, num_tokens, num_tokens, 2, 8, 2, 2, 2, 2, 2]
-    tenants = server.metric("cache_memory_bytes")
-    assert 15 * 2**20 < tenants <= 16 * 2**20
+    memory = server.metric("cache_memory_bytes")
+    assert 15 * 2**20 < memory <= 16 * 2**20
     for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total", "snapshots_evicted_total"):
         assert server.metric(name) >= 0
     assert server.metric("snapshots_taken_total") > 0

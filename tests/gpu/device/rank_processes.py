@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.device.ranks.process_ranks import ProcessRanks, RankPlace
+from strandline.device.ranks.process_ranks import ProcessRanks, Rendezvous
 
 EPS = 1e-6
 MAX_WAIT_S = 400
@@ -51,11 +51,11 @@ def captured(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tens
 
 def run_ranks(compare: Callable[[ProcessRanks], None], num_ranks: int, directory: Path) -> None:
     """Run a comparison on every rank; it must end without an error on all."""
-    (directory / "place").mkdir()
-    meeting = str(directory / "place" / "meeting")
+    (directory / "ranks").mkdir()
+    meeting = str(directory / "ranks" / "meeting")
     context = multiprocessing.get_context("spawn")
-    places = [RankPlace(rank, num_ranks, meeting) for rank in range(num_ranks)]
-    processes = [context.Process(target=_run_rank, args=(compare, place)) for place in places]
+    each_rendezvous = [Rendezvous(rank, num_ranks, meeting) for rank in range(num_ranks)]
+    processes = [context.Process(target=_run_rank, args=(compare, each)) for each in each_rendezvous]
     for process in processes:
         process.start()
     for process in processes:
@@ -66,8 +66,8 @@ def run_ranks(compare: Callable[[ProcessRanks], None], num_ranks: int, directory
     assert codes == [0] * num_ranks
 
 
-def _run_rank(compare: Callable[[ProcessRanks], None], place: RankPlace) -> None:
-    ranks = ProcessRanks(place, torch.device("cuda", place.rank))
+def _run_rank(compare: Callable[[ProcessRanks], None], rendezvous: Rendezvous) -> None:
+    ranks = ProcessRanks(rendezvous, torch.device("cuda", rendezvous.rank))
     ranks.connect()
     with torch.inference_mode():
         compare(ranks)

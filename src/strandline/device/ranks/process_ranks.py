@@ -35,8 +35,8 @@ WITHOUT_MULTICAST: Final = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MUL
 out, it may be there and not work."""
 
 
-class RankPlace(NamedTuple):
-    """A process's rank and rendezvous."""
+class Rendezvous(NamedTuple):
+    """Where the ranks of an engine find each other, and which of them a process is."""
 
     rank: int
     size: int
@@ -56,9 +56,9 @@ class ProcessRanks:
         is_deterministic: whether a row's sum must depend on that row alone, to the last bit.
     """
 
-    def __init__(self, place: RankPlace, device: torch.device, *, is_deterministic: bool = False) -> None:
-        self.rank, self.size = place.rank, place.size
-        self._device, self._place = device, place
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, *, is_deterministic: bool = False) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self._device, self._rendezvous = device, rendezvous
         # Two numbers have one sum.
         self._adds_in_order = is_deterministic and self.size > 2
         for name, value in (dict.fromkeys(INTERFACES, _loopback()) | WITHOUT_MULTICAST).items():
@@ -69,10 +69,10 @@ class ProcessRanks:
 
     def connect(self) -> None:
         """Wait until all ranks have connected."""
-        place, device = self._place, self._device
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        meeting = f"file://{place.meeting_file}"
-        dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
+        rank, size, meeting_file = self._rendezvous
+        device = self._device
+        backend, meeting = "nccl" if device.type == "cuda" else "gloo", f"file://{meeting_file}"
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=TIMEOUT)
         self.least(0)  # connects; NCCL waits for the first call to do it
         if device.type == "cuda" and self.size > 1:
             self.few_rows, self.many_rows = connect_sums(self, TorchSymmetricMemory(device, self.size))
@@ -131,7 +131,7 @@ class ProcessRanks:
         self.few_rows = self.many_rows = None
         dist.destroy_process_group()
         with suppress(OSError):
-            Path(self._place.meeting_file).parent.rmdir()
+            Path(self._rendezvous.meeting_file).parent.rmdir()
 
 
 def _loopback() -> str:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final
 import strandline.errors
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
-from strandline.device.ranks.process_ranks import ProcessRanks, RankPlace
+from strandline.device.ranks.process_ranks import ProcessRanks, Rendezvous
 from strandline.engine.loading import load_uni_executor, resolve_device
 from strandline.engine.processes.engine_log import name_engine_in_log
 from strandline.engine.workers.packed_plan import PackedPlan, PlanUnpacker
@@ -141,12 +141,12 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
             connection.sendall(data)
 
     start: Start = pickle.load(calls)
-    rank = 0 if start.place is None else start.place.rank
+    rank = 0 if start.rendezvous is None else start.rendezvous.rank
     is_loaded = Event()
-    Thread(target=leave_with, args=[connection, start.place, is_loaded], daemon=True).start()
+    Thread(target=leave_with, args=[connection, start.rendezvous, is_loaded], daemon=True).start()
     name_engine_in_log(start.config)
     try:
-        ranks = None if start.place is None else new_ranks(start.place, start.config)
+        ranks = None if start.rendezvous is None else new_ranks(start.rendezvous, start.config)
         executor = load_uni_executor(
             start.config, ranks=ranks or ONE_RANK, weights=start.weights, progress=start.progress
         )
@@ -166,20 +166,20 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
             worker.handle(pickle.load(calls))
 
 
-def new_ranks(place: RankPlace, config: EngineConfig) -> ProcessRanks:
+def new_ranks(rendezvous: Rendezvous, config: EngineConfig) -> ProcessRanks:
     """Return the ranks of an engine, to be connected."""
-    return ProcessRanks(place, resolve_device(config, place.rank), is_deterministic=config.deterministic)
+    return ProcessRanks(rendezvous, resolve_device(config, rendezvous.rank), is_deterministic=config.deterministic)
 
 
-def leave_with(connection: socket.socket, place: RankPlace | None, is_loaded: Event) -> None:
+def leave_with(connection: socket.socket, rendezvous: Rendezvous | None, is_loaded: Event) -> None:
     """End the process when the connection has closed, whatever it is waiting for; if it is loaded, some time later."""
     poller = select.poll()
     poller.register(connection, select.POLLHUP)
     poller.poll()
     if is_loaded.is_set():
         time.sleep(LEAVE_S)
-    if place is not None:
-        place.remove()
+    if rendezvous is not None:
+        rendezvous.remove()
     os._exit(1)
 
 

@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Any, Final, NamedTuple
 
 from strandline.config import EngineConfig
-from strandline.device.ranks.process_ranks import RankPlace
+from strandline.device.ranks.process_ranks import Rendezvous
 from strandline.errors import EngineError
 
 WORKER_MODULE: Final = "strandline.engine.processes.worker"
@@ -36,7 +36,7 @@ class Start(NamedTuple):
     number: int
     config: EngineConfig
     progress: bool
-    place: RankPlace | None
+    rendezvous: Rendezvous | None
     """None: the worker is the only rank."""
     weights: str = ""
     """A digest of all weights, where files of a tier need it: a rank reads only its part of them."""

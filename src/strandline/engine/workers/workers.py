@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from strandline.config import EngineConfig
 from strandline.device.executor import ExecutorFacts
-from strandline.device.ranks.process_ranks import RankPlace
+from strandline.device.ranks.process_ranks import Rendezvous
 from strandline.engine.workers.worker_link import Call, Start, WorkerEndedError, WorkerLink
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
 
@@ -85,7 +85,7 @@ class Workers:
         if len(self._links) > 1:
             self.directory = tempfile.mkdtemp(prefix="strandline-ranks-")
         starts = [
-            Start(number, config, progress and rank == 0, self._place(rank), weights)
+            Start(number, config, progress and rank == 0, self._rendezvous(rank), weights)
             for rank in range(len(self._links))
         ]
         try:
@@ -94,10 +94,10 @@ class Workers:
             self._kill()
             raise
 
-    def _place(self, rank: int) -> RankPlace | None:
+    def _rendezvous(self, rank: int) -> Rendezvous | None:
         if self.directory is None:
             return None
-        return RankPlace(rank, len(self._links), str(Path(self.directory) / "meeting"))
+        return Rendezvous(rank, len(self._links), str(Path(self.directory) / "meeting"))
 
     def call(self, method: str, *arguments: Any) -> tuple[int, list[Future[Any]]]:
         """Call a method on all ranks; return the call's number and what each will return or raise."""

@@ -36,8 +36,8 @@ def buffer_shape(num_ranks: int) -> tuple[int]:
 
     A rank receives a part of each of its blocks, and the sum of each block of others, from every other rank.
     """
-    num_places = 2 * (num_ranks - 1) * num_blocks(num_ranks) // num_ranks
-    return (cdiv(num_places * (BLOCK_BYTES + FLAG_BYTES), 8),)
+    num_entries = 2 * (num_ranks - 1) * num_blocks(num_ranks) // num_ranks
+    return (cdiv(num_entries * (BLOCK_BYTES + FLAG_BYTES), 8),)
 
 
 def counter_shape(num_ranks: int) -> tuple[int, int]:

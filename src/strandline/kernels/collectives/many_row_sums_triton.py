@@ -27,7 +27,7 @@ sets and waits for. A block is used by one program of each kind at most, so that
 ranks between two calls, whatever the sizes of the messages. Nothing on the host changes between two calls, and calls
 can be replayed from a CUDA graph.
 
-Invariant: nothing in a buffer is overwritten before it has been read, with one place for each part and each sum.
+Invariant: nothing in a buffer is overwritten before it has been read, with one entry for each part and each sum.
 
 - A part of epoch ``e + 1`` is stored by a kernel that starts after the sender's kernel of ``e`` has ended. That one had
   waited for the sum of ``e``, which the owner stored after it had read all parts of ``e``.
@@ -85,16 +85,16 @@ def _buffer(address_ptr, rank, x_ptr):
 
 
 @triton.jit
-def _place(KIND: tl.constexpr, writer, reader, group, NUM_RANKS: tl.constexpr, MAX_GROUPS: tl.constexpr):
-    """Return the place of a part (kind 0) or sum (kind 1) in the buffer of the rank that reads it."""
+def _entry(KIND: tl.constexpr, writer, reader, group, NUM_RANKS: tl.constexpr, MAX_GROUPS: tl.constexpr):
+    """Return the index of the entry for a part (kind 0) or sum (kind 1) in the buffer of the rank that reads it."""
     return (KIND * (NUM_RANKS - 1) + writer - (writer > reader)) * MAX_GROUPS + group
 
 
 @triton.jit
-def _flag(buffer_ptr, place, NUM_RANKS: tl.constexpr, MAX_GROUPS: tl.constexpr, BLOCK_BYTES: tl.constexpr):
-    """Return a pointer to the flag of a place: flags lie after all blocks."""
-    NUM_PLACES: tl.constexpr = 2 * (NUM_RANKS - 1) * MAX_GROUPS
-    return buffer_ptr.to(tl.pointer_type(tl.int32)) + (NUM_PLACES * (BLOCK_BYTES // 4) + place)
+def _flag(buffer_ptr, entry, NUM_RANKS: tl.constexpr, MAX_GROUPS: tl.constexpr, BLOCK_BYTES: tl.constexpr):
+    """Return a pointer to the flag of an entry: flags come after all entries."""
+    NUM_ENTRIES: tl.constexpr = 2 * (NUM_RANKS - 1) * MAX_GROUPS
+    return buffer_ptr.to(tl.pointer_type(tl.int32)) + (NUM_ENTRIES * (BLOCK_BYTES // 4) + entry)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def _sum_kernel(
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
-    PLACE: tl.constexpr,
+    ENTRY: tl.constexpr,
     DEPTH: tl.constexpr,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -224,16 +224,16 @@ def _sum_kernel(
             buffers_ptr += (_buffer(address_ptr, rank, x_ptr),)
         rows = (block * ROWS, num_elements // E)
         if is_sender:
-            place = _place(0, RANK, other, group, NUM_RANKS, MAX_GROUPS)
+            entry = _entry(0, RANK, other, group, NUM_RANKS, MAX_GROUPS)
             owner_ptr = _buffer(address_ptr, other, x_ptr)
-            part_ptr = owner_ptr + place * PLACE
+            part_ptr = owner_ptr + entry * ENTRY
             if TOP_K > 0:
                 _store_choices(part_ptr, choices, *rows, ROWS, E, BLOCK_E, TOP_K)
             else:
                 part_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
                 tl.store(part_ptr + inner_RE, part_RE, mask=mask_RE)
             tl.debug_barrier()
-            _set(_flag(owner_ptr, place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
+            _set(_flag(owner_ptr, entry, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
         else:
             residual_RE = mask_RE
             if ADDS:
@@ -245,16 +245,16 @@ def _sum_kernel(
                 own_RE = tl.load(x_ptr + first + inner_RE, mask=mask_RE)
                 for writer in tl.static_range(NUM_RANKS):
                     if writer != RANK:
-                        place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
-                        _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
+                        entry = _entry(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
+                        _wait_for(_flag(buffers_ptr[RANK], entry, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
                 for writer in tl.static_range(NUM_RANKS):
                     if writer == RANK:
                         part_RE = own_RE
                     else:
-                        place = _place(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
-                        # Not from the first-level cache, where an earlier part may lie.
+                        entry = _entry(0, writer, RANK, group, NUM_RANKS, MAX_GROUPS)
+                        # Not from the first-level cache, which may hold an earlier part.
                         part_RE = tl.load(
-                            buffers_ptr[RANK] + place * PLACE + inner_RE, mask=mask_RE, cache_modifier=".cg"
+                            buffers_ptr[RANK] + entry * ENTRY + inner_RE, mask=mask_RE, cache_modifier=".cg"
                         )
                     if writer == 0:
                         total_RE = part_RE.to(tl.float32)
@@ -263,17 +263,17 @@ def _sum_kernel(
                 sum_RE = total_RE.to(x_ptr.dtype.element_ty)
                 for reader in tl.static_range(NUM_RANKS):
                     if reader != RANK:
-                        place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
-                        tl.store(buffers_ptr[reader] + place * PLACE + inner_RE, sum_RE, mask=mask_RE)
+                        entry = _entry(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
+                        tl.store(buffers_ptr[reader] + entry * ENTRY + inner_RE, sum_RE, mask=mask_RE)
                 tl.debug_barrier()
                 for reader in tl.static_range(NUM_RANKS):
                     if reader != RANK:
-                        place = _place(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
-                        _set(_flag(buffers_ptr[reader], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
+                        entry = _entry(1, RANK, reader, group, NUM_RANKS, MAX_GROUPS)
+                        _set(_flag(buffers_ptr[reader], entry, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch)
             else:
-                place = _place(1, other, RANK, group, NUM_RANKS, MAX_GROUPS)
-                _wait_for(_flag(buffers_ptr[RANK], place, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
-                sum_RE = tl.load(buffers_ptr[RANK] + place * PLACE + inner_RE, mask=mask_RE, cache_modifier=".cg")
+                entry = _entry(1, other, RANK, group, NUM_RANKS, MAX_GROUPS)
+                _wait_for(_flag(buffers_ptr[RANK], entry, NUM_RANKS, MAX_GROUPS, BLOCK_BYTES), epoch, max_polls)
+                sum_RE = tl.load(buffers_ptr[RANK] + entry * ENTRY + inner_RE, mask=mask_RE, cache_modifier=".cg")
             _finish(
                 sum_RE,
                 residual_RE,
@@ -378,7 +378,7 @@ def _launch(
         ROWS=rows,
         BLOCK_E=next_power_of_2(size),
         BLOCK_BYTES=block_bytes,
-        PLACE=block_bytes // x.itemsize,
+        ENTRY=block_bytes // x.itemsize,
         DEPTH=DEPTH,
         RANK=connection.rank,
         NUM_RANKS=num_ranks,

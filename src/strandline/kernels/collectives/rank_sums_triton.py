@@ -91,24 +91,24 @@ def _buffers(address_ptr, NUM_RANKS: tl.constexpr):
 
 
 @triton.jit
-def _send(buffers_ptr, place, word_W, own_W, mask_W, epoch, RANK: tl.constexpr):
+def _send(buffers_ptr, offset, word_W, own_W, mask_W, epoch, RANK: tl.constexpr):
     """Store words with the flag of the epoch into the buffers of all other ranks."""
     flagged_W = (own_W.to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
     for peer in tl.static_range(len(buffers_ptr)):
         if peer != RANK:
             # Written through: a store that other GPUs see, as a volatile one.
-            tl.store(buffers_ptr[peer] + place + word_W, flagged_W, mask=mask_W, cache_modifier=".wt")
+            tl.store(buffers_ptr[peer] + offset + word_W, flagged_W, mask=mask_W, cache_modifier=".wt")
     # No store may move after a loop that waits, since another rank may wait for it.
     tl.debug_barrier()
 
 
 @triton.jit
-def _received(place_W_ptr, mask_W, epoch, max_polls):
+def _received(received_W_ptr, mask_W, epoch, max_polls):
     """Return words once they have the flag of the epoch."""
-    flagged_W = tl.load(place_W_ptr, mask=mask_W, other=0, volatile=True)
+    flagged_W = tl.load(received_W_ptr, mask=mask_W, other=0, volatile=True)
     polls_left = max_polls
     while (tl.sum((mask_W & ((flagged_W >> 32).to(tl.int32) != epoch)).to(tl.int32), axis=0) > 0) & (polls_left != 0):
-        flagged_W = tl.load(place_W_ptr, mask=mask_W, other=0, volatile=True)
+        flagged_W = tl.load(received_W_ptr, mask=mask_W, other=0, volatile=True)
         # A negative number stands for no limit, and stays.
         polls_left = tl.where(polls_left > 0, polls_left - 1, polls_left)
     return flagged_W.to(tl.int32)
@@ -153,17 +153,17 @@ def _sum_kernel(
     release_next(OVERLAPS)
     epoch = (tl.load(counter_ptr + row) & (LAST_EPOCH - 1)) + 1
     # For each parity, senders one after another; for each sender, rows one after another.
-    place = (epoch & 1) * (NUM_RANKS * SLOT) + row * MAX_WORDS
+    offset = (epoch & 1) * (NUM_RANKS * SLOT) + row * MAX_WORDS
     x_W_ptr = (x_ptr + row * E).to(tl.pointer_type(tl.int32)) + word_W
     own_W = tl.load(x_W_ptr, mask=mask_W, other=0)
-    _send(buffers_ptr, place + RANK * SLOT, word_W, own_W, mask_W, epoch, RANK)
+    _send(buffers_ptr, offset + RANK * SLOT, word_W, own_W, mask_W, epoch, RANK)
     if ADDS:
         residual_W = tl.load((residual_ptr + row * E).to(tl.pointer_type(tl.int32)) + word_W, mask=mask_W, other=0)
     for sender in tl.static_range(NUM_RANKS):
         if sender == RANK:
             part_W = own_W
         else:
-            part_W = _received(buffers_ptr[RANK] + (place + sender * SLOT) + word_W, mask_W, epoch, max_polls)
+            part_W = _received(buffers_ptr[RANK] + (offset + sender * SLOT) + word_W, mask_W, epoch, max_polls)
         first_part_W, second_part_W = _halves(part_W, IS_PAIR)
         if sender == 0:
             first_W = first_part_W
@@ -215,14 +215,14 @@ def _gather_kernel(
     wait_for_previous(OVERLAPS)
     release_next(OVERLAPS)
     epoch = (tl.load(counter_ptr + row) & (LAST_EPOCH - 1)) + 1
-    place = (epoch & 1) * (NUM_RANKS * SLOT) + row * MAX_WORDS
+    offset = (epoch & 1) * (NUM_RANKS * SLOT) + row * MAX_WORDS
     own_W = tl.load(x_ptr + row * NUM_WORDS + word_W, mask=mask_W, other=0)
-    _send(buffers_ptr, place + RANK * SLOT, word_W, own_W, mask_W, epoch, RANK)
+    _send(buffers_ptr, offset + RANK * SLOT, word_W, own_W, mask_W, epoch, RANK)
     for sender in tl.static_range(NUM_RANKS):
         if sender == RANK:
             part_W = own_W
         else:
-            part_W = _received(buffers_ptr[RANK] + (place + sender * SLOT) + word_W, mask_W, epoch, max_polls)
+            part_W = _received(buffers_ptr[RANK] + (offset + sender * SLOT) + word_W, mask_W, epoch, max_polls)
         tl.store(out_ptr + (row * NUM_RANKS + sender) * NUM_WORDS + word_W, part_W, mask=mask_W)
     # Not before all threads have read it.
     tl.debug_barrier()

@@ -291,7 +291,7 @@ class _EngineFamilies:
         yield self._counter("audited_tokens", "Tokens of their outputs.", {"": stats.num_audited_tokens})
         text = "Largest difference between a token's log-probability and that of its replay; 0 without --audit-rate."
         yield self._gauge("audit_largest_difference", text, {"": stats.largest_audit_difference})
-        yield self._gauge("cache_memory_bytes", "Memory, by tenant.", stats.bytes_by_use, "tenant")
+        yield self._gauge("cache_memory_bytes", "Memory, by use.", stats.bytes_by_use, "use")
         yield from self._tiers(stats)
         yield from self._hand_over(stats.hand_over)
         yield from self._drafts(stats.speculation)
