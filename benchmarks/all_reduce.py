@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.config import parse_bytes
-from strandline.device.ranks.process_ranks import ProcessRanks, RankPlace
+from strandline.device.ranks.process_ranks import ProcessRanks, Rendezvous
 from strandline.kernels.binding import bind_kernels
 from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up
@@ -71,9 +71,9 @@ def main() -> None:
     print(f"{date.today()} · {options.ranks} ranks · {name} · torch {torch.__version__}", flush=True)
     context = multiprocessing.get_context("spawn")
     meeting = str(Path(tempfile.mkdtemp(prefix="strandline-ranks-")) / "meeting")
-    places = [RankPlace(rank, options.ranks, meeting) for rank in range(options.ranks)]
+    members = [Rendezvous(rank, options.ranks, meeting) for rank in range(options.ranks)]
     processes = [
-        context.Process(target=run_rank, args=(place, is_cuda, sizes, options.hidden_size)) for place in places
+        context.Process(target=run_rank, args=(member, is_cuda, sizes, options.hidden_size)) for member in members
     ]
     for process in processes:
         process.start()
@@ -85,12 +85,12 @@ def main() -> None:
         raise SystemExit(f"ranks have ended with {codes}")
 
 
-def run_rank(place: RankPlace, is_cuda: bool, sizes: list[int], hidden_size: int) -> None:
+def run_rank(rendezvous: Rendezvous, is_cuda: bool, sizes: list[int], hidden_size: int) -> None:
     """Measure all sizes and ways on one rank; the first one prints."""
-    device = torch.device("cuda", place.rank) if is_cuda else torch.device("cpu")
-    ranks = ProcessRanks(place, device)
+    device = torch.device("cuda", rendezvous.rank) if is_cuda else torch.device("cpu")
+    ranks = ProcessRanks(rendezvous, device)
     ranks.connect()
-    if place.rank == 0:
+    if rendezvous.rank == 0:
         print("| bytes | way | µs |\n| --- | --- | --- |", flush=True)
     for num_bytes in sizes:
         for name, message, way in ways(ranks, num_bytes // 2 // hidden_size, hidden_size, device):
@@ -98,7 +98,7 @@ def run_rank(place: RankPlace, is_cuda: bool, sizes: list[int], hidden_size: int
             message.zero_()
             time_us = time_in_graph_us(way) if is_cuda else time_calls_us(way)
             slowest_us = -ranks.least(-round(1000 * time_us)) / 1000
-            if place.rank == 0:
+            if rendezvous.rank == 0:
                 print(f"| {num_bytes:,} | {name} | {slowest_us:,.1f} |", flush=True)
     ranks.close()
 

@@ -54,8 +54,8 @@ def run_ranks(compare: Callable[[ProcessRanks], None], num_ranks: int, directory
     (directory / "ranks").mkdir()
     meeting = str(directory / "ranks" / "meeting")
     context = multiprocessing.get_context("spawn")
-    each_rendezvous = [Rendezvous(rank, num_ranks, meeting) for rank in range(num_ranks)]
-    processes = [context.Process(target=_run_rank, args=(compare, each)) for each in each_rendezvous]
+    members = [Rendezvous(rank, num_ranks, meeting) for rank in range(num_ranks)]
+    processes = [context.Process(target=_run_rank, args=(compare, member)) for member in members]
     for process in processes:
         process.start()
     for process in processes:
