@@ -116,7 +116,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
         (["generate", "--stop", "", "hi"], "--stop must hold non-empty strings"),
         (["generate", "--n", "0", "hi"], "--n must be a whole number"),
         (["chat", "--memory", "lots"], "--memory must be a size"),
-        (["chat", "--max-tokens", "0"], "--max-tokens must be a whole number"),
+        (["chat", "--max-tokens", "-1"], "--max-tokens must be a whole number"),
         (["chat", "--mamba-block-size", "65"], "--mamba-block-size must be a multiple of 64"),
         (["chat", "--long-prefill-token-threshold", "63"], "-prefill-token-threshold must be 0 or"),
         (["chat", "--tokenizer", "nowhere"], "--tokenizer 'nowhere' is neither a directory nor a hub name"),

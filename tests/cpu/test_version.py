@@ -14,8 +14,10 @@ import pytest
 
 import strandline
 from strandline import version
+from strandline.records.events import Limits
 from strandline.server.app import build_app
 from strandline.server.requests.service import Service
+from strandline.text.frontend import Frontend
 
 NEEDS_GIT = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -40,7 +42,8 @@ def git(directory: Path, *arguments: str) -> str:
 
 def test_server_runs_without_installed_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend_installed(monkeypatch, tmp_path, None)
-    app = build_app(Service(None, ["tiny"]))  # type: ignore[arg-type]
+    client: Any = SimpleNamespace(frontend=Frontend(Limits(256, 4096)))
+    app = build_app(Service(client, ["tiny"]))
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:

@@ -26,7 +26,7 @@ from strandline.engine.caching.flushing import flush
 from strandline.engine.caching.memory import bytes_by_use, cache_size, describe_tiers, lower_memories, on_each_rank
 from strandline.engine.caching.object_catalog import open_discoveries
 from strandline.engine.control import CoreControl
-from strandline.engine.drafting.drafts import new_drafts
+from strandline.engine.drafting.new_drafts import new_drafts
 from strandline.engine.prefix_transfer.hand_over import HandOver
 from strandline.engine.requests.admissions import Admissions
 from strandline.engine.requests.request import Request

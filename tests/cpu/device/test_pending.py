@@ -20,13 +20,13 @@ def stops_of(*stop_ids: int) -> bytes:
     return SamplingState(new, range(9), CPU).stop_ids
 
 
-def locate(*stops: bytes) -> np.ndarray:
+def found_stop_ids(*stops: bytes) -> np.ndarray:
     pending = PendingTokens(2, 0, CPU)
-    return pending.locate(PLANS, stops)[1]
+    return pending.find_rows(PLANS, stops).stop_ids_NS
 
 
 def test_each_sequence_has_its_own_stop_tokens() -> None:
-    found = locate(stops_of(7, 9), stops_of())
+    found = found_stop_ids(stops_of(7, 9), stops_of())
     assert [sorted(row) for row in found.tolist()] == [
         [NO_TOKEN] * (MAX_STOP_IDS - 2) + [7, 9],
         [NO_TOKEN] * MAX_STOP_IDS,
@@ -35,4 +35,4 @@ def test_each_sequence_has_its_own_stop_tokens() -> None:
 
 def test_more_stop_tokens_than_the_device_compares_are_refused() -> None:
     with pytest.raises(ValueError, match="reshape"):
-        locate(stops_of(*range(MAX_STOP_IDS + 1)), stops_of())
+        found_stop_ids(stops_of(*range(MAX_STOP_IDS + 1)), stops_of())

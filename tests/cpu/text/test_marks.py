@@ -132,7 +132,7 @@ def test_openai_breakpoints_mark_the_ends_of_their_parts() -> None:
 
 def test_the_latest_four_breakpoints_count() -> None:
     marked = read_messages([user(breakpoints("a", "b", "c")), user(breakpoints("d", "e"))])
-    assert [entry.places for entry in marked] == [[3, 5], [1, 3]]
+    assert [entry.marks for entry in marked] == [[3, 5], [1, 3]]
     assert len(ends(PLAIN, [user(breakpoints(*"abcdefgh"))])) >= 4
 
 

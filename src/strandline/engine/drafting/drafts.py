@@ -10,14 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from strandline.cache import PrefixCache
-from strandline.device.executor import ExecutorFacts
 from strandline.engine.drafting.draft_depth import DraftDepth
 from strandline.engine.drafting.drafters import (
     ChoosingDrafter,
     Drafter,
     DraftLayerDrafter,
-    new_draft_depth,
-    new_drafter,
 )
 from strandline.engine.drafting.step_drafts import NO_LIMITS, DraftLimits, StepDrafts, is_independent
 from strandline.engine.drafting.suffix_drafter import SuffixDrafter
@@ -26,7 +23,6 @@ from strandline.engine.requests.request import Request
 from strandline.engine.requests.spans import NO_DRAFTS
 from strandline.records.events import SpeculationStats
 from strandline.records.plan import SequencePlan, StepPlan
-from strandline.speculative_config import SpeculativeConfig
 
 MOST_STEPS_BETWEEN_LOOKUPS: Final = 8
 """While lookups are suspended. No request gets more tokens in between."""
@@ -191,12 +187,3 @@ class Drafts:
 
 def _are_independent(requests: Iterable[Request]) -> bool:
     return all(map(is_independent, requests))
-
-
-def new_drafts(cache: PrefixCache, facts: ExecutorFacts, config: SpeculativeConfig | None) -> Drafts:
-    """Return the drafts of an engine, as configured."""
-    if config is None:
-        return Drafts(cache)
-    room = (facts.corrects_lengths, facts.verified_prompts)
-    limits = DraftLimits(facts.draft_tokens, config.tokens_kept_ahead, *room)
-    return Drafts(cache, new_drafter(config), limits, new_draft_depth(config), config.methods)

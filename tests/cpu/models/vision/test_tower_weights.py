@@ -23,7 +23,7 @@ def tower_tensors(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Return the values that a loaded tower has, by their published names."""
     model: Any = load_model(directory, dtype=torch.float32, pictures=PICTURES, **options)
     targets = dict(model.tower.targets("model.visual."))
-    return {name: target.place for name, target in targets.items() if target.place is not None}
+    return {name: target.view for name, target in targets.items() if target.view is not None}
 
 
 def published(directory: Path) -> dict[str, torch.Tensor]:
