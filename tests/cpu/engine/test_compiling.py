@@ -252,6 +252,7 @@ INDEXED_LENGTHS = (129, 2047, 2049, 2060)
 
 LAUNCHING = {
     "qwen3.5-35b-a3b-fp8": ((9, 31, 200, 257, 300, 320, 511, 2047), (0,)),
+    "qwen3.5-27b-fp8": ((96, 132, 144, 192, 208), (0,)),
     "qwen3.5-35b-a3b-nvfp4": ((3, 4, 128, 129, 257), (0,)),
     "glm-5.3-flash-cut": (INDEXED_LENGTHS, (0, 1)),
     "qwen4-exp-cut": (INDEXED_LENGTHS, (0, 1)),
@@ -263,6 +264,7 @@ LAUNCHING = {
     "name",
     [
         "qwen3.5-35b-a3b-fp8",
+        pytest.param("qwen3.5-27b-fp8", marks=pytest.mark.long),
         pytest.param("qwen3.5-35b-a3b-nvfp4", marks=pytest.mark.long),
         "glm-5.3-flash-cut",
         pytest.param("qwen4-exp-cut", marks=pytest.mark.long),

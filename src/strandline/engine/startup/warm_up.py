@@ -24,7 +24,7 @@ from strandline.records.sampling_params import SamplingParams
 WHOLE_TOKENS: Final = 2000
 """A context that layers with an index of 2,048 tokens read whole."""
 
-PROMPT_TOKENS: Final = (1, 2, 5, 16, 30, 40, 65, 150, 256, 300, 600, WHOLE_TOKENS, 2100)
+PROMPT_TOKENS: Final = (1, 2, 5, 16, 30, 40, 65, 150, 160, 256, 300, 600, WHOLE_TOKENS, 2100)
 """Some beyond every number of rows at which an operation switches kernels, and some multiples of 16."""
 
 NUM_DECODES: Final = (0, 1, 5, 20, 70)
