@@ -202,7 +202,7 @@ class ChatRenderer:
                 param="tools",
             )
         check_template_options(template_options or {})
-        marked = self._read(messages)
+        marked = self.read(messages)
         continued = ""
         if continue_final_message:
             marked, continued = read_continued(marked)
@@ -272,7 +272,7 @@ class ChatRenderer:
 
         def rendered(ending: str) -> tuple[str, str]:
             last = {**messages[-1], "content": str(messages[-1]["content"]) + ending}
-            marked = repaired(self._with_known_roles(self._read([*messages[:-1], last])), self._traits)
+            marked = repaired(self._with_known_roles(self.read([*messages[:-1], last])), self._traits)
             split, mark = self._control_tokens.split(check_messages([entry.message for entry in marked]))
             text = self._render(split, True, template_options=template_options)
             check_length(text, max_characters)
@@ -293,8 +293,8 @@ class ChatRenderer:
             tails.append(tokens(text[len(head) :], ending_mark))
         return RenderedEndings(tokens(head, mark), tails, closing)
 
-    def _read(self, messages: Iterable[Any]) -> list[MarkedMessage]:
-        """Return messages that were checked, without clients' telemetry."""
+    def read(self, messages: Iterable[Any]) -> list[MarkedMessage]:
+        """Return messages without marks and clients' telemetry. Raises as ``read_messages``, and for unknown roles."""
         marked = read_messages(messages)
         self._check_roles(marked)
         return marked if self._telemetry is None else self._telemetry.drop(marked)

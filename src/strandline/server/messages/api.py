@@ -22,6 +22,7 @@ from strandline.server.http.sse import (
 )
 from strandline.server.messages.blocks import Blocks
 from strandline.server.messages.content import BlockTexts
+from strandline.server.messages.diagnostics import Diagnosis, Rendered, read_previous_id
 from strandline.server.messages.history import History, read_history
 from strandline.server.messages.threads import Thread, read_thread
 from strandline.server.messages.tools import read_tools
@@ -158,6 +159,7 @@ class MessagesBody(CountBody):
     return_token_ids: bool | None = False
     include_cache_account: bool = False
     thread: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
 
     def in_thread(self, store: ResponseStore, owner: str) -> tuple["MessagesBody", Thread]:
         """Return the request with its thread's system prompt and tools, and the thread. Raises as ``read_thread``."""
@@ -199,6 +201,13 @@ class MessagesBody(CountBody):
         return whole(thinking.get("budget_tokens")) if thinking.get("type") == "enabled" else None
 
 
+class Stored(NamedTuple):
+    """What later requests need of a request and its response."""
+
+    thread: Thread
+    diagnosis: Diagnosis
+
+
 class Message:
     """A request and its response."""
 
@@ -210,9 +219,9 @@ class Message:
         prompt: Prompt,
         params: CheckedParams,
         salt: Salt,
-        thread: Thread,
+        stored: Stored,
     ) -> None:
-        self._thread = thread
+        self._thread, self._diagnosis = stored
         self._head = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
@@ -225,6 +234,7 @@ class Message:
         self._with_account = body.include_cache_account
         self._token_ids: list[int] = []
         self.job = service.submit(self._head["id"], [prompt], params, salt)
+        self._diagnosis.keep(self._head["id"], len(prompt.token_ids))
 
     async def answer(self) -> Json:
         """Return the complete response."""
@@ -238,7 +248,8 @@ class Message:
         self._thread.keep(self._head["id"], self._blocks.blocks)
         self._token_ids += output.token_ids
         end = {**self._end(output), "usage": self._usage(delta), **self._prompt_ids(), **self._output_ids()}
-        return {**self._head, "content": self._blocks.blocks, **end}
+        diagnostics = self._diagnosis.result(delta.num_cached_tokens)
+        return {**self._head, "content": self._blocks.blocks, **end, **diagnostics}
 
     async def events(self) -> AsyncIterator[list[Json]]:
         """Yield the response as it is generated: the events of what has come at once."""
@@ -250,6 +261,7 @@ class Message:
             if not is_started:
                 is_started = True
                 empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, **self._prompt_ids()}
+                empty |= self._diagnosis.result(delta.num_cached_tokens)
                 events.append(
                     {"type": "message_start", "message": {**self._head, **empty, "usage": self._usage(delta)}}
                 )
@@ -299,10 +311,27 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     with service.client.expect(params.n):
         prompt = await render(service, body, conversation, salt())
         checked = await service.bind(params, conversation.box, prompt)
-    message = Message(service, body, conversation.box, prompt, checked, salt, thread)
+    stored = Stored(thread, diagnosis_of(service, body, conversation, owner_of(request), salt()))
+    message = Message(service, body, conversation.box, prompt, checked, salt, stored)
     if body.stream:
         return EventStream(message.job, named_events(request.url.path, message.events()))
     return json_response(await message.answer())
+
+
+def diagnosis_of(service: Service, body: MessagesBody, conversation: Conversation, owner: str, salt: str) -> Diagnosis:
+    """Return the comparison that a request asks for, once its prompt is rendered. Raises as ``read_previous_id``."""
+    owner = f"{owner}/diagnostics"  # not found below /v1/responses
+    if body.diagnostics is None:
+        return Diagnosis(service.responses, owner)
+    history, box, placeholders = conversation
+    rendered = Rendered(
+        service.name_of(body.model),
+        box.tools,
+        [entry.message for entry in service.renderer.read(history.messages)],
+        placeholders.references if placeholders is not None else (),
+        [body.template_options(), salt],
+    )
+    return Diagnosis(service.responses, owner, rendered, read_previous_id(body.diagnostics))
 
 
 async def count_tokens(service: Service, body: CountBody, request: Request) -> Response:

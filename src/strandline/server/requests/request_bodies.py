@@ -63,7 +63,7 @@ WITHOUT_EFFECT: Final = frozenset(
     | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
     | {"spaces_between_special_tokens"}
     | {"service_tier", "store", "tool_choice", "user"}
-    | {"cache_control", "container", "context_management", "diagnostics", "speed"}  # of Anthropic's API
+    | {"cache_control", "container", "context_management", "speed"}  # of Anthropic's API
 )
 """Fields that are accepted and have no effect."""
 
