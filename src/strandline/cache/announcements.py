@@ -2,19 +2,16 @@
 
 from typing import Protocol
 
-from strandline.cache.tree import Run, Snapshot
+from strandline.cache.tree import Run, SnapshotKey
 
 
 class Announces(Protocol):
     """Collects events. Called after a change of the index."""
 
-    def add_salt(self, salt: str) -> None:
-        """Learn of a salt, from the first request under it."""
-
-    def store(self, snapshot: Snapshot, salt: str) -> None:
+    def store(self, run: Run, key: SnapshotKey, salt: str) -> None:
         """Announce a snapshot, and the blocks of its path that are not announced yet."""
 
-    def remove(self, snapshot: Snapshot) -> None:
+    def remove(self, run: Run, key: SnapshotKey) -> None:
         """Announce that a snapshot is gone, and the blocks of its path that no other snapshot needs."""
 
     def store_blocks(self, run: Run, salt: str) -> None:

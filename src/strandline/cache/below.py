@@ -39,5 +39,8 @@ class Below(Protocol):
     def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:
         """Return the load that brings the longest prefix of a prompt, if longer than ``beyond``. Changes nothing."""
 
+    def known_roots(self) -> tuple[Run, ...]:
+        """Return the roots of the trees of tiers whose salts are known."""
+
     def begin_spills(self) -> None:
         """Issue the actions that free memory in the tiers before it is needed."""

@@ -22,6 +22,8 @@ class PrefixIndex:
         self.roots: dict[str, Run] = {}
         """By salt; the newest last."""
         self.last = LastLookup[Run, Match](rule.match)
+        self.new_root = new_root
+        """Returns the root of a salt's tree, which tiers below the device may have."""
 
     def find(self, root: Run, data: bytearray) -> Match:
         """Return how far a tree matches ``data``, and where it resumes. Changes nothing."""
@@ -39,10 +41,7 @@ class PrefixIndex:
             if len(self.roots) >= MAX_EMPTY_ROOTS:
                 in_use = {id(lease.root) for lease in self._leases()}
                 self.roots = {n: r for n, r in self.roots.items() if r.children or id(r) in in_use}
-            root = self.roots[salt] = Run(None, 0, b"", array("i"))
-            root.salt = salt
-            if self._memory.announcer is not None:
-                self._memory.announcer.add_salt(salt)
+            root = self.roots[salt] = self.new_root(salt)
         return root
 
     def split_at(self, end: Walk) -> Run:
@@ -52,3 +51,10 @@ class PrefixIndex:
         upper = split(end.run, end.num_blocks)
         self._memory.own(upper, upper.blocks)
         return upper
+
+
+def new_root(salt: str) -> Run:
+    """Return the root of a new tree."""
+    root = Run(None, 0, b"", array("i"))
+    root.salt = salt
+    return root

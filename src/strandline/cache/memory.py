@@ -410,7 +410,7 @@ class CacheMemory:
             above.replace(snapshot)
         detach_snapshot(snapshot)
         if self.announcer is not None:
-            self.announcer.remove(snapshot)
+            self.announcer.remove(snapshot.home, snapshot.key)
         self.revision += 1
         self.num_snapshots_evicted += 1
         if (unneeded := run_of_last_block(snapshot)) is not None:

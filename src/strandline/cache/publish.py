@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from strandline.cache.counters import CacheCounters
 from strandline.cache.lease import Cut, Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.paths import common_blocks
 from strandline.cache.probation import Probation
 from strandline.cache.tree import (
     Home,
@@ -25,6 +24,7 @@ from strandline.cache.tree import (
     tail_that_begins,
 )
 from strandline.cache.use import Use, UseHistory
+from strandline.cache.walk import common_blocks
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
@@ -63,24 +63,36 @@ class Publisher:
                 self._append(lease, key, lease.table[first:end])
 
     def _append(self, lease: Lease, key: bytes, blocks: "array[int]") -> None:
-        """Add blocks after the lease's run: to the run itself when nothing else continues it, else as a child."""
+        """Add blocks after the lease's run: to the run itself when nothing else continues it, else as a child.
+
+        If tiers have some of these blocks already, adds as many as are in one run there.
+        """
         run, first_key = lease.run, key[:BLOCK_KEY_BYTES]
-        is_subsuming = tail_that_begins(run, first_key) is not None
-        has_rivals = len(run.children) > is_subsuming
+        returning = None if run.stored is None else run.stored.take_out(key)
+        if returning is not None:
+            key, blocks = bytes(returning.tokens), blocks[: returning.end_block - run.end_block]
+        has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
+        has_rivals |= run.stored is not None and run.stored.has_demoted
         if run.parent is None or run.num_users > 1 or has_rivals:
-            child = Run(run, run.end_block, key, blocks)
-            child.last_tick = run.last_tick
-            child.num_users = 1
-            add_child(run, child)
-            self._subsume_tail(run, first_key, blocks[0])
-            lease.run = child
+            run = lease.run = self._add_child(run, returning or Run(run, run.end_block, key, blocks), blocks)
         else:
+            if run.stored is not None and returning is not None:
+                run.stored.join(run, returning)
             run.append(key, blocks)
             self._subsume_tail(run, first_key, blocks[0])
-        self._memory.own(lease.run, blocks)
+        self._memory.own(run, blocks)
         if self._memory.announcer is not None:
-            self._memory.announcer.store_blocks(lease.run, lease.salt)
+            self._memory.announcer.store_blocks(run, lease.salt)
         lease.num_published += len(blocks)
+
+    def _add_child(self, run: Run, child: Run, blocks: "array[int]") -> Run:
+        """Add a run that one lease uses after its run."""
+        child.blocks = blocks
+        child.last_tick = run.last_tick
+        child.num_users = 1
+        add_child(run, child)
+        self._subsume_tail(run, child.first_key, blocks[0])
+        return child
 
     def _subsume_tail(self, parent: Run, key: bytes, block: int) -> None:
         """Remove the tail that ``key`` continues, which ``block`` contains. A block that a lease uses is retained."""
@@ -150,7 +162,7 @@ class Publisher:
         snapshot = Snapshot(slot, position, kind, use, num_readers, is_shared, windows)
         attach_snapshot(snapshot, home)
         if self._memory.announcer is not None:
-            self._memory.announcer.store(snapshot, lease.salt)
+            self._memory.announcer.store(*home, lease.salt)
         snapshot.last_tick = self._memory.next_tick()
         self._memory.enter_snapshot(snapshot)
         if lease.transfer is None:

@@ -1,23 +1,24 @@
-"""Traversal of whole trees of runs: that of the device, and that of the tiers."""
+"""Traversal of whole trees: of what the device has, and of that with what only tiers below it have."""
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol, Self, TypeVar
+from collections.abc import Iterator
 
-
-class Branching(Protocol):
-    """A run of a tree."""
-
-    @property
-    def children(self) -> Mapping[bytes, Self]: ...
+from strandline.cache.stored import continuations
+from strandline.cache.tree import Run
 
 
-Run_t = TypeVar("Run_t", bound=Branching)
-
-
-def runs_below(root: Run_t) -> Iterator[Run_t]:
-    """Yield a run and all below it, each after the one above it."""
+def runs_below(root: Run) -> Iterator[Run]:
+    """Yield a run and all below it that the device has, each after the one above it."""
     waiting = [root]
     while waiting:
         run = waiting.pop()
         yield run
         waiting += run.children.values()
+
+
+def all_runs_below(root: Run) -> Iterator[Run]:
+    """Yield a run and all below it, on the device or not, each after the one above it."""
+    waiting = [root]
+    while waiting:
+        run = waiting.pop()
+        yield run
+        waiting += continuations(run)

@@ -1,18 +1,24 @@
-"""The prefix index: a tree of runs of whole blocks (``paths.py``), with snapshots at any token position.
+"""The prefix index: a tree of runs of whole blocks, with snapshots at any token position.
+
+A *run* is a sequence of 64-token blocks without a branch. Its children begin where it ends, each with a different first
+block.
 
 A *tail* is a childless run of one block with fewer than 64 known tokens. It is removed when a longer run with the same
 beginning is added: no tail's key is a proper prefix of that of a sibling.
 
-If a snapshot is inside a block, the next block of its path begins with the tokens of its key: the next one of its run
-or, after the last, those of one child or of several. Thus a lookup finds it whichever of them matches.
+A snapshot belongs to the run with the last whole block before its position, or to the root, and is keyed by the number
+of whole blocks before it and the tokens after these. If there are any, the next block of the path begins with them: the
+next one of the run or, after its last, those of one child or of several. Thus a lookup finds it whichever of them
+matches.
+
+Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and the snapshots' keys are our own.
 """
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from strandline.cache.paths import SnapshotKey, insert_above
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
@@ -20,6 +26,8 @@ from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
+SnapshotKey = tuple[int, bytes]
+"""The number of whole blocks before a snapshot, and the tokens from there to its position, encoded."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -140,6 +148,29 @@ class Snapshot:
             evicted.replacement = self
 
 
+class Stored(Protocol):
+    """What tiers below the device have of a run and after it (``stored.py``)."""
+
+    @property
+    def has_demoted(self) -> bool:
+        """Whether tiers have continuations of the run that the device does not have."""
+
+    def split(self, upper: "Run", count: int) -> "Stored":
+        """Remove and return what belongs to the first ``count`` blocks of the run, which ``upper`` has now."""
+
+    def take_out(self, key: bytes) -> "Run | None":
+        """Remove and return the continuation that begins as ``key`` does, as far as it does, for the device to have."""
+
+    def join(self, run: "Run", lower: "Run") -> None:
+        """Take in what there is of a continuation whose blocks are about to be appended to the run."""
+
+
+def position_of(key: SnapshotKey) -> int:
+    """Return the position of a snapshot."""
+    num_blocks, rest = key
+    return num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES
+
+
 class Run:
     """Consecutive blocks without a branch. ``tokens`` is their key; only a tail's block is not full."""
 
@@ -163,6 +194,7 @@ class Run:
         "salt",
         "snapshots",
         "start_block",
+        "stored",
         "tokens",
         "use",
     )
@@ -177,6 +209,8 @@ class Run:
         self.children: dict[bytes, Run] = {}
         self.child_keys: list[bytes] = []
         """The children's keys, sorted."""
+        self.stored: Stored | None = None
+        """What tiers below the device have of it and after it; None: nothing."""
         self.snapshots: dict[SnapshotKey, Snapshot] = {}
         self.keys: list[SnapshotKey] = []
         """The keys of ``snapshots``, sorted."""
@@ -337,10 +371,21 @@ def split(run: Run, at_block: int) -> Run:
     count = at_block - run.start_block
     if not 0 < count < len(run.blocks) or run.parent is None:
         raise CacheInvariantError(f"cannot split blocks [{run.start_block}, {run.end_block}) at {at_block}")
-    upper = Run(run.parent, run.start_block, b"", run.blocks[:count])
-    insert_above(upper, run, count)
-    del run.blocks[:count]
+    parent, size = run.parent, count * BLOCK_KEY_BYTES
+    upper = Run(parent, run.start_block, bytes(run.tokens[:size]), run.blocks[:count])
+    del run.blocks[:count], run.tokens[:size]
+    upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
+    run.parent, run.start_block = upper, at_block
+    parent.children[upper.first_key] = upper
+    upper.children[run.first_key] = run
     upper.child_keys.append(run.first_key)
+    num_upper = bisect_left(run.keys, (at_block + 1, b""))
+    upper.keys, run.keys = run.keys[:num_upper], run.keys[num_upper:]
+    for key in upper.keys:
+        snapshot = upper.snapshots[key] = run.snapshots.pop(key)
+        snapshot.home = upper
+    if run.stored is not None:
+        upper.stored = run.stored.split(upper, count)
     upper.num_announced = min(run.num_announced, count)
     run.num_announced -= upper.num_announced
     upper.num_users = run.num_users

@@ -1,10 +1,12 @@
-"""Lookups in the prefix tree: how far it matches a prompt, and the snapshots on that path. Changes nothing."""
+"""Lookups in the prefix tree: how far it matches a prompt, and the snapshots on that path. Changes nothing.
+
+A walk compares one run at a time (one ``memcmp``), so its cost depends on the branches of the path, not on its length.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from strandline.cache.paths import descend
 from strandline.cache.tree import Run, Snapshot, children_with_prefix, deepest_snapshot_on
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
@@ -38,6 +40,21 @@ def walk(root: Run, data: bytearray) -> Walk:
     return Walk(run, num_blocks, run if tokens else None, tokens)
 
 
+def descend(root: Run, data: bytes | bytearray, num_blocks: int) -> tuple[Run, int]:
+    """Follow a path for up to ``num_blocks`` blocks; return the run with the last that is there, and how many are."""
+    run, depth = root, 0
+    while depth < num_blocks:
+        start = depth * BLOCK_KEY_BYTES
+        child = run.children.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
+        if child is None:
+            break
+        run, depth = child, child.end_block
+        if depth > num_blocks or not data.startswith(child.tokens, start):
+            most = min(depth, num_blocks) - run.start_block
+            return run, run.start_block + common_blocks(run.tokens, data, start, most + 1)
+    return run, depth
+
+
 def _end_between_runs(run: Run, key: bytes) -> Walk:
     best_key, best_tokens = None, 0
     index = bisect_left(run.child_keys, key)
@@ -47,6 +64,21 @@ def _end_between_runs(run: Run, key: bytes) -> Walk:
             best_key, best_tokens = neighbour, tokens
     partial = run.children[best_key] if best_key is not None else None
     return Walk(run, run.end_block, partial, best_tokens)
+
+
+def common_blocks(tokens: bytearray, data: bytes | bytearray, offset: int, end: int) -> int:
+    """Return how many blocks of a run match ``data`` from ``offset`` on: at least one does, and fewer than ``end``."""
+    low, high = 1, end
+    with memoryview(tokens) as mine:
+        while high - low > 1:
+            middle = (low + high) // 2
+            piece = mine[low * BLOCK_KEY_BYTES : middle * BLOCK_KEY_BYTES]
+            if data.startswith(piece, offset + low * BLOCK_KEY_BYTES):
+                low = middle
+            else:
+                high = middle
+            piece.release()
+    return low
 
 
 def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:

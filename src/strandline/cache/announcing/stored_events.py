@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from strandline.cache.paths import PathRun, SnapshotKey, position_of
+from strandline.cache.tree import Run, SnapshotKey, position_of
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.cache_events import BlocksStored, SnapshotStored
 from strandline.records.path_hashes import block_hashes, masked_tokens, num_blocks_before, root_hash, snapshot_hash
@@ -13,11 +13,11 @@ MAX_EVENT_BLOCKS: Final = 128
 """Most blocks in an event, so that encoding one holds Python's lock for less than a millisecond."""
 
 
-def hash_after(run: PathRun, num_blocks: int, salt: str) -> bytes:
+def hash_after(run: Run, num_blocks: int, salt: str) -> bytes:
     """Return the hash of the first blocks of the path that ends with ``run``; record those on the way."""
     while run.parent is not None and num_blocks <= run.start_block:
         run = run.parent
-    unhashed = list[tuple[PathRun, int]]()
+    unhashed = list[tuple[Run, int]]()
     while run.parent is not None and len(run.hashes) < num_blocks - run.start_block:
         unhashed.append((run, num_blocks - run.start_block))
         run, num_blocks = run.parent, run.start_block
@@ -31,7 +31,7 @@ def hash_after(run: PathRun, num_blocks: int, salt: str) -> bytes:
     return path_hash
 
 
-def path_stored(parts: Sequence[tuple[PathRun, int, int]], salt: str) -> Iterator[BlocksStored]:
+def path_stored(parts: Sequence[tuple[Run, int, int]], salt: str) -> Iterator[BlocksStored]:
     """Yield the events of consecutive blocks.
 
     Args:
@@ -63,7 +63,7 @@ def blocks_stored(hashes: Sequence[bytes], before: bytes | None, tokens: bytes, 
         before = part[-1]
 
 
-def snapshot_stored(run: PathRun, key: SnapshotKey, salt: str) -> SnapshotStored:
+def snapshot_stored(run: Run, key: SnapshotKey, salt: str) -> SnapshotStored:
     """Return the event of a snapshot.
 
     Args:

@@ -14,17 +14,26 @@ from strandline.cache.eviction import Entry, resolve
 from strandline.cache.internals import Internals
 from strandline.cache.last_lookup import LastLookup
 from strandline.cache.lease import Lease
-from strandline.cache.paths import position_of
 from strandline.cache.probation import max_probes
+from strandline.cache.stored import continuations, demoted_after, is_on_device, stored_keys, stored_of
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.path_blocks import located
+from strandline.cache.tiers.paths import Block
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_target import TierTarget
-from strandline.cache.tiers.tier_tree import Block, Column, Copy, TierRun, TierSnapshot
-from strandline.cache.traversal import runs_below
-from strandline.cache.tree import Run, Snapshot, child_with_prefix, find_home, path_blocks, path_to, tail_that_begins
-from strandline.cache.walk import walk
+from strandline.cache.tiers.tier_tree import Column, Copy, TierSnapshot
+from strandline.cache.traversal import all_runs_below, runs_below
+from strandline.cache.tree import (
+    Run,
+    Snapshot,
+    child_with_prefix,
+    find_home,
+    path_blocks,
+    path_to,
+    position_of,
+    tail_that_begins,
+)
 from strandline.cache.window_blocks import Window, WindowBlocks
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_BLOCK, NULL_LOG, NULL_SLOT
@@ -44,7 +53,9 @@ def check(checked: PrefixCache) -> None:
         _check_run(run)
     snapshots = [snapshot for run in runs for snapshot in run.snapshots.values()]
     if isinstance(cache.memory.announcer, Announcer):
-        _check_announced(cache.memory.announcer, runs, cache.index.roots)
+        known = () if cache.below is None else cache.below.known_roots()
+        for root in dict.fromkeys((*cache.index.roots.values(), *known)):
+            _check_announced(cache.memory.announcer, root)
     _check_users(cache, runs)
     _check_owners(cache, runs, snapshots)
     _check_evictable(cache, runs, snapshots)
@@ -59,7 +70,7 @@ def check(checked: PrefixCache) -> None:
         _check_tree(cache.below)
         targets = [move.target for move in cache.below.moves if isinstance(move.target, TierTarget)]
         for tier in cache.below.tiers:
-            _check_tier(cache, tier, [target for target in targets if target.tier is tier])
+            _check_tier(tier, [target for target in targets if target.tier is tier])
 
 
 def _require(condition: bool, message: str) -> None:
@@ -121,16 +132,14 @@ def _continues_with(run: Run, num_blocks: int, tokens: bytes) -> bool:
     return not tokens or child_with_prefix(run, tokens) is not None
 
 
-def _check_announced(announcer: Announcer, runs: list[Run], roots: dict[str, Run]) -> None:
-    for run in runs[::-1]:
+def _check_announced(announcer: Announcer, root: Run) -> None:
+    for run in [*all_runs_below(root)][::-1]:
         if run.parent is not None:
             wanted = announcer.num_resumable(run)
             if run.num_announced != wanted:
                 raise _wrong(run, f"{run.num_announced} blocks announced, not {wanted}")
-            if not wanted <= len(run.hashes) <= len(run.blocks):
+            if not wanted <= len(run.hashes) <= run.end_block - run.start_block:
                 raise _wrong(run, f"{len(run.hashes)} hashes")
-    if announcer.copies is not None:
-        _require(announcer.copies.counts == announcer.count_copies(roots), "copies miscounted")
 
 
 def _check_users(cache: Internals, runs: list[Run]) -> None:
@@ -271,15 +280,20 @@ def _check_lease(lease: Lease) -> None:
 
 
 def _check_tree(loads: Loads) -> None:
-    """Check that the tree of the tiers has what they have and what moves pin, and nothing else."""
+    """Check that the tree has what tiers have and what moves pin, and nothing else that the device has not."""
     tiers, ends = loads.tiers, chain.from_iterable((move.source, move.target) for move in loads.moves)
     if tiers:
-        _check_last(tiers[0].tree.last, tiers[0].tree.revision, "the tree of the tiers")
+        _check_last(tiers[0].tree.last, tiers[0].tree.revision, "the tree")
     pins = Counter(id(end.pinned) for end in ends if isinstance(end, TierTarget | RetainedCopy | ExchangedCopy))
     for tree, root in tiers[0].tree.roots.items() if tiers else ():
-        for run in runs_below(root):
-            _check_tier_run(run, tiers)
-            for key, snapshot in run.snapshots.items():
+        for run in all_runs_below(root):
+            _check_demoted_children(run)
+            _check_addresses(run, tiers)
+            stored = stored_of(run)
+            snapshots = {} if stored is None else stored.snapshots
+            if stored_keys(run) != sorted(snapshots):
+                raise _wrong_run(run, "keys out of order")
+            for key, snapshot in snapshots.items():
                 is_right = snapshot.is_used and snapshot.home is run and snapshot.tree == tree and snapshot.key == key
                 is_right &= run.start_block < key[0] <= run.end_block or run.parent is None
                 if not is_right:
@@ -292,46 +306,47 @@ def _wrong_snapshot(snapshot: TierSnapshot | Copy, text: str) -> CacheInvariantE
     return CacheInvariantError(f"the demoted snapshot at {snapshot.position} {text}")
 
 
-def _wrong_run(run: TierRun, text: str) -> CacheInvariantError:
+def _wrong_run(run: Run, text: str) -> CacheInvariantError:
     return CacheInvariantError(f"the demoted run [{run.start_block}, {run.end_block}): {text}")
 
 
-def _check_tier_run(run: TierRun, tiers: tuple[LowerTier, ...]) -> None:
-    num_known = run.end_block - run.start_block
-    for first_key, child in run.children.items():
-        if child.parent is not run or child.start_block != run.end_block or child.first_key != first_key:
+def _check_demoted_children(run: Run) -> None:
+    for first_key, child in demoted_after(run).items():
+        is_linked = child.parent is run and child.start_block == run.end_block and child.first_key == first_key
+        if not is_linked or first_key in run.children:
             raise _wrong_run(run, "a child is linked wrongly")
-    last = max((num_blocks for num_blocks, _ in run.snapshots), default=run.start_block)
-    if not run.children and run.parent is not None and (num_known <= 0 or last != run.end_block):
-        raise _wrong_run(run, "no tier has its last block")
-    if run.keys != sorted(run.snapshots):
-        raise _wrong_run(run, "keys out of order")
-    if len(run.hashes) not in (0, num_known):
-        raise _wrong_run(run, f"{len(run.hashes)} hashes")
+        if set(child.blocks) != {NULL_BLOCK} or child.children or child.keys or child.num_users:
+            raise _wrong_run(child, "is on the device, or something that follows it is")
+        is_needed = demoted_after(child) or any(depth == child.end_block for depth, _ in stored_keys(child)[-1:])
+        if not is_needed or len(child.tokens) != len(child.blocks) * BLOCK_KEY_BYTES:
+            raise _wrong_run(child, "no tier has its last block")
+
+
+def _check_addresses(run: Run, tiers: tuple[LowerTier, ...]) -> None:
     for tier in tiers:
-        has_all = any(map(tier.column.num_blocks_in, run.children.values()))
-        num_blocks = num_known if has_all else max(_last_block(run, tier.column) - run.start_block, 0)
-        if tier.column.num_blocks_in(run) != num_blocks:
-            raise _wrong_run(run, f"{tier.column.num_blocks_in(run)} addresses, a tier has {num_blocks} blocks")
+        has_all = any(map(tier.column.num_blocks_in, continuations(run)))
+        last = run.end_block if has_all else _last_block(run, tier.column)
+        if tier.column.num_blocks_in(run) != max(last - run.start_block, 0):
+            raise _wrong_run(run, f"{tier.column.num_blocks_in(run)} addresses, a tier has blocks up to {last}")
 
 
-def _last_block(run: TierRun, column: Column) -> int:
+def _last_block(run: Run, column: Column) -> int:
     """Return after which block the tier's deepest snapshot of a run is."""
     return max([copy.snapshot.num_blocks for copy in column.copies(run)], default=0)
 
 
-def _check_tier(cache: Internals, lower: LowerTier, targets: list[TierTarget]) -> None:
+def _check_tier(lower: LowerTier, targets: list[TierTarget]) -> None:
     """Check the entries of a tier, which is the target of some moves."""
     num_used = sum(chain(lower.to_free.values(), *(target.sizes.values() for target in targets)))
     arriving = {target.copy for target in targets}
     expected = located([*lower.returning, *(target.blocks for target in targets)])
     num_snapshots = 0
-    for name, root in lower.tree.roots.items():
+    for root in lower.tree.roots.values():
         for copy in lower.column.below(root):
             num_snapshots += 1
             num_used += _check_copy(copy, lower, is_arriving=copy in arriving)
-        device = None if lower.is_persistent else cache.index.roots.get(lower.tree.salts.get(name, ""))
-        num_used += _check_addresses(root, lower, expected, device)
+        for run in all_runs_below(root):
+            num_used += _check_blocks(run, lower, expected)
     _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
     _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")
     _require(lower.num_snapshots == num_snapshots, f"{lower.num_snapshots} demoted snapshots, not {num_snapshots}")
@@ -357,34 +372,20 @@ def _check_copy(copy: Copy, lower: LowerTier, *, is_arriving: bool) -> int:
     return lower.snapshot_blocks(copy.position) + has_tail
 
 
-def _check_addresses(root: TierRun, lower: LowerTier, expected: set[Block], device: Run | None) -> int:
-    """Check the addresses of a tree's blocks in a tier, and return how many there are.
+def _check_blocks(run: Run, lower: LowerTier, expected: set[Block]) -> int:
+    """Check where the blocks of a run are that a tier has, and return how many addresses it has for them.
 
     Args:
         expected: blocks that the tier will have.
-        device: the root of what the device has of the same tree, if the tier may leave blocks to it.
     """
-    num_addresses, column = 0, lower.column
-    waiting = [(child, b"") for child in root.children.values()]
-    while waiting:
-        run, before = waiting.pop()
-        path = before + run.tokens
-        waiting += [(child, path) for child in run.children.values()]
-        for own, address in enumerate(column.addresses_in(run)):
-            is_there = address != NO_ADDRESS
-            num_addresses += is_there
-            if is_there or (run, own) in expected:
-                continue
-            if device is None or not _has_block(device, path[: (run.start_block + own + 1) * BLOCK_KEY_BYTES]):
-                raise CacheInvariantError(
-                    f"the demoted block {run.start_block + own} is neither in the tier nor on the device"
-                )
-    return num_addresses
-
-
-def _has_block(root: Run, path: bytes) -> bool:
-    """Return whether the device holds the last block of a path."""
-    return walk(root, bytearray(path)).num_blocks == len(path) // BLOCK_KEY_BYTES
+    is_elsewhere = is_on_device(run) and not lower.is_persistent
+    addresses = lower.column.addresses_in(run)
+    for own, address in enumerate(addresses):
+        if address == NO_ADDRESS and (run, own) not in expected and not is_elsewhere:
+            raise CacheInvariantError(
+                f"the demoted block {run.start_block + own} is neither in the tier nor on the device"
+            )
+    return len(addresses) - addresses.count(NO_ADDRESS)
 
 
 def _check_index(cache: Internals) -> None:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from strandline.cache.paths import position_of
 from strandline.cache.resume import Match, ResumeRule
-from strandline.cache.tree import Run
+from strandline.cache.tree import Run, position_of
 from strandline.cache.walk import Walk, deepest_snapshot, walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import Reason

@@ -25,7 +25,6 @@ from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.moves import Move, Moves
 from strandline.cache.tiers.spills import Spills
-from strandline.cache.tiers.tier_announcer import TierAnnouncer
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_tree import TierTree
 from strandline.cache.tree import Run, find_home
@@ -99,7 +98,8 @@ class Loads:
     ) -> tuple[LowerTier, ...]:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
         addresses = partial(next, count(1 + max((last_address(memory.kept) for memory in memories), default=0)))
-        tree = TierTree(len(memories), next((memory.key for memory in memories if memory.key is not None), None))
+        key = next((memory.key for memory in memories if memory.key is not None), None)
+        tree = TierTree(len(memories), key, self._index, self._memory, announcer) if memories else None
         tiers = tuple(
             LowerTier(
                 memory,
@@ -109,15 +109,15 @@ class Loads:
                 addresses,
                 self._rule,
             )
-            for memory, column in zip(memories, tree.columns, strict=True)
+            for memory, column in zip(memories, tree.columns if tree else (), strict=True)
         )
         for tier, memory in zip(tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
-        if announcer is not None and tiers:
-            below = TierAnnouncer(announcer.emit, tree, needs_snapshots=self._rule.needs_snapshots)
-            tree.on_entered, tree.on_left = below.enter, below.leave
-            announcer.add(below)
         return tiers
+
+    def known_roots(self) -> tuple[Run, ...]:
+        """Return the roots of the trees of the tiers whose salts are known."""
+        return self.tiers[0].tree.known_roots() if self.tiers else ()
 
     def resumable_tokens(self, salt: str, data: bytearray, match: Match) -> int:
         """Return the deepest position at which a prompt could resume after a load from a tier, or 0."""

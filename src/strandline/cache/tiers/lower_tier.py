@@ -13,7 +13,7 @@ What enters and leaves a tier are moves (``moves.py``).
 
 Memory is counted in blocks; a snapshot counts as many as its bytes take. Neither has a static share.
 
-All tiers share one tree (``tier_tree.py``).
+All tiers share the tree of the index (``tier_tree.py``).
 
 Invariants, held by ``cache/inspection/invariants.py``: every block that a demoted snapshot needs is in the tier, on the
 device or being loaded to it; in a persistent tier, it is in the tier or being written to it. Accounting is exact.
@@ -29,7 +29,9 @@ from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below
 from strandline.cache.tiers.path_blocks import PathBlocks, located
-from strandline.cache.tiers.tier_tree import Column, Copy, PathEnd, TierRun, TierSnapshot
+from strandline.cache.tiers.paths import PathEnd
+from strandline.cache.tiers.tier_tree import Column, Copy, TierSnapshot
+from strandline.cache.tree import Run
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.actions import Action, Completion, DropStored
@@ -51,7 +53,7 @@ class LowerTier:
     """The entries of one tier.
 
     Args:
-        column: what the tier has of the tree of all tiers.
+        column: what the tier has of the tree.
         worth: ranks entries for eviction.
         issue: takes actions.
         next_address: returns an unused address.
@@ -111,11 +113,11 @@ class LowerTier:
 
     # What is needed
 
-    def is_needed(self, run: TierRun, index: int) -> bool:
+    def is_needed(self, run: Run, index: int) -> bool:
         """Whether a snapshot of the tier needs a block of a run, given by its index in the run."""
         return index < self.column.num_blocks_in(run)
 
-    def is_lacking(self, run: TierRun, index: int) -> bool:
+    def is_lacking(self, run: Run, index: int) -> bool:
         """Whether a snapshot of the tier needs a block that is not stored."""
         return self.is_needed(run, index) and self.column.addresses_in(run)[index] == NO_ADDRESS
 
@@ -132,8 +134,7 @@ class LowerTier:
         num_blocks = position // BLOCK_TOKENS
         end = self.tree.find(tree, data, num_blocks)
         key = num_blocks, bytes(data[num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES])
-        snapshot = None if end is None else end[0].snapshots.get(key)
-        return None if snapshot is None else snapshot.copies[self.column.index]
+        return None if end is None else self.column.copy(end.run, key)
 
     def needing(self, tree: str, data: bytearray) -> Copy:
         """Return a copy that needs what the tier offers: that at the end or, without snapshots, one at or below it.
@@ -215,7 +216,7 @@ class LowerTier:
         self.num_snapshots_evicted += 1
         self.remove(demoted)
 
-    def cut_off(self, run: TierRun, num_blocks: int) -> None:
+    def cut_off(self, run: Run, num_blocks: int) -> None:
         """Remove the snapshots that need a lost block of a run.
 
         Args:

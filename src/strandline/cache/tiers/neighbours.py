@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
-from strandline.cache.tiers.tier_tree import Column, Copy, PathEnd, TierSnapshot
+from strandline.cache.stored import continuations
+from strandline.cache.tiers.paths import PathEnd
+from strandline.cache.tiers.tier_tree import Column, Copy, TierSnapshot
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
@@ -20,14 +22,14 @@ def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
     if depth < run.end_block:
         waiting = [run] if run.tokens.startswith(rest, (depth - run.start_block) * BLOCK_KEY_BYTES) else []
     else:
-        waiting = [child for first, child in run.children.items() if first.startswith(rest)]
+        waiting = [child for child in continuations(run) if child.tokens.startswith(rest)]
     while waiting:
         node = waiting.pop()
         below = column.first_after(node, depth)
         if below is not None:
             yield below
         elif column.num_blocks_in(node):
-            waiting.extend(node.children.values())
+            waiting.extend(continuations(node))
 
 
 def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | None:

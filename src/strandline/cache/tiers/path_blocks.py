@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from strandline.cache.tiers.tier_tree import Block, TierSnapshot
+from strandline.cache.tiers.paths import Block
+from strandline.cache.tiers.tier_tree import TierSnapshot
 
 
 class PathBlocks(NamedTuple):

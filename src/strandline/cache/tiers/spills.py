@@ -81,7 +81,7 @@ class Spills:
         The caller pins the entry until the transfer has ended.
         """
         tree, leaving = self.lower.tree, entry.copy
-        snapshot = leaving.snapshot = tree.attach(leaving.snapshot, tree.open(entry.salt), entry.data)
+        snapshot = leaving.snapshot = tree.attach(leaving.snapshot, tree.name(entry.salt), entry.data)
         tree.pin(snapshot)
         self._move(leaving, entry)
         tree.unpin(snapshot)

@@ -48,7 +48,7 @@ class SpilledCopy:
         """Keeps the blocks on the device."""
         blocks: tuple[tuple[BlockId, int], ...] = ()
         if on_device:
-            salt = tier.tree.salts[path.tree]
+            salt = tier.tree.roots[path.tree].salt
             self._hold = holds.keep_blocks(name, salt, path.data, on_device[-1] + 1)
             blocks = tuple((BlockId(self._hold.table[index]), addresses[index]) for index in on_device)
         self.sources = Sources(blocks, (), stored)

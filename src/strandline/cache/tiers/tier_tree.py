@@ -1,90 +1,43 @@
-"""The tree of what tiers below the device hold: blocks and snapshots, by their tokens.
+"""What tiers below the device have of the prefix index: blocks and snapshots, by their tokens.
 
 A *demoted* snapshot is one that the device has evicted, with those blocks on its path that the device has evicted too.
-A block and a snapshot are in the tree once, whichever tiers store them. As on the device, a *run* is a sequence of
-blocks without a branch (``paths.py``). A tier *has* each whole block on the path of a snapshot that it stores, and no
-others: of a run, the first ones. For each tier, the run has the addresses of these in the tier's store. One without an
-address is on the device, if the tier is the first, or is being written. A block that no tier has is removed, unless a
-move under way pins it. The block that contains a snapshot's position is stored with the snapshot.
+A block is in the tree (``cache/tree.py``) once, whichever memories have it. A tier *has* each whole block on the path
+of a snapshot that it stores, and no others: of a run, the first ones. For each tier, ``Run.stored`` has the addresses
+of these in the tier's store. One without an address is on the device, if the tier is the first, or is being written. A
+block that neither the device nor a tier has is removed, unless a move under way pins it. The block that contains a
+snapshot's position is stored with the snapshot.
 """
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
 
+from strandline.cache.announcing.announcer import Announcer
+from strandline.cache.index import MAX_EMPTY_ROOTS, PrefixIndex
 from strandline.cache.last_lookup import LastLookup
-from strandline.cache.paths import SnapshotKey, descend, insert_above, position_of
-from strandline.cache.traversal import runs_below
+from strandline.cache.memory import CacheMemory
+from strandline.cache.stored import (
+    StoredRun,
+    continuations,
+    cut_demoted,
+    cut_off,
+    demoted_after,
+    demoted_run,
+    descend_below,
+    is_on_device,
+    stored_for,
+    stored_keys,
+    stored_of,
+)
+from strandline.cache.tiers.paths import Block, Blocks, PathEnd, pieces
+from strandline.cache.tree import Run, SnapshotKey, path_to, position_of
 from strandline.cache.use import Use
-from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
+from strandline.cache.walk import Walk
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_BLOCK
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
-
-
-class TierRun:
-    """Consecutive whole blocks on the paths of demoted snapshots, without a branch."""
-
-    __slots__ = ("addresses", "children", "hashes", "keys", "parent", "snapshots", "start_block", "tokens")
-
-    def __init__(self, parent: "TierRun | None", start_block: int, tokens: bytes, num_tiers: int) -> None:
-        self.parent = parent
-        """None for a root, which has no blocks, and for what has been removed."""
-        self.start_block = start_block
-        self.tokens = bytearray(tokens)
-        """Those of the blocks, encoded."""
-        self.addresses = [array("q") for _ in range(num_tiers)]
-        """By tier: those of the blocks that it has, which are the first ones."""
-        self.children: dict[bytes, TierRun] = {}
-        """By their first blocks."""
-        self.snapshots: dict[SnapshotKey, TierSnapshot] = {}
-        self.keys: list[SnapshotKey] = []
-        """The keys of ``snapshots``, sorted."""
-        self.hashes: list[bytes] = []
-        """The hashes of the blocks that events have announced, which are the first ones."""
-
-    @property
-    def end_block(self) -> int:
-        return self.start_block + len(self.tokens) // BLOCK_KEY_BYTES
-
-    @property
-    def first_key(self) -> bytes:
-        return bytes(self.tokens[:BLOCK_KEY_BYTES])
-
-    def find_key(self, num_blocks: int, key: bytes = b"") -> int:
-        """Return where a key is among the sorted ones, or would be."""
-        return bisect_left(self.keys, (num_blocks, key))
-
-    def ancestry(self) -> "Iterator[TierRun]":
-        """Yield this run and those before it, the root last."""
-        run: TierRun | None = self
-        while run is not None:
-            yield run
-            run = run.parent
-
-
-class PathEnd(NamedTuple):
-    """The end of a path of whole blocks."""
-
-    run: TierRun
-    """The one with the last block, or the root."""
-    depth: int
-    """The number of blocks."""
-
-
-class Blocks(NamedTuple):
-    """Consecutive blocks of a run."""
-
-    run: TierRun
-    start: int
-    """The index of the first one in the run."""
-    end: int
-
-
-Block = tuple[TierRun, int]
-"""A run, and the index in it of one of its blocks."""
 
 
 class Column:
@@ -95,13 +48,15 @@ class Column:
         self.index = index
         """Number of the tier, nearest first."""
 
-    def addresses_in(self, run: TierRun) -> "array[int]":
+    def addresses_in(self, run: Run) -> "array[int]":
         """Return the addresses of the blocks of a run that the tier has, which are the first ones."""
-        return run.addresses[self.index]
+        stored = stored_of(run)
+        return _NONE if stored is None else stored.addresses[self.index]
 
-    def num_blocks_in(self, run: TierRun) -> int:
+    def num_blocks_in(self, run: Run) -> int:
         """Return how many of a run's blocks the tier has."""
-        return len(run.addresses[self.index])
+        stored = stored_of(run)
+        return 0 if stored is None else len(stored.addresses[self.index])
 
     def last_on_path(self, end: PathEnd) -> PathEnd:
         """Return how much of a path the tier has."""
@@ -117,7 +72,7 @@ class Column:
         run, depth = end
         if depth < run.end_block:
             return int(run.start_block + self.num_blocks_in(run) > depth)
-        return sum(self.num_blocks_in(child) > 0 for child in run.children.values())
+        return sum(self.num_blocks_in(child) > 0 for child in continuations(run))
 
     def addresses(self, end: PathEnd, first: int = 0) -> "array[int]":
         """Return the addresses of the blocks of a path that the tier has, from ``first`` on."""
@@ -126,22 +81,24 @@ class Column:
             found += self.addresses_in(blocks.run)[blocks.start : blocks.end]
         return found
 
-    def copy(self, run: TierRun, key: SnapshotKey) -> "Copy | None":
+    def copy(self, run: Run, key: SnapshotKey) -> "Copy | None":
         """Return the tier's copy of a snapshot of a run, if it has one."""
-        return run.snapshots[key].copies[self.index]
+        stored = stored_of(run)
+        snapshot: TierSnapshot | None = None if stored is None else stored.snapshots.get(key)
+        return None if snapshot is None else snapshot.copies[self.index]
 
-    def copies(self, run: TierRun) -> "Iterator[Copy]":
+    def copies(self, run: Run) -> "Iterator[Copy]":
         """Yield the tier's snapshots of a run, in the order in which they have entered the tree."""
-        return filter(None, (self.copy(run, key) for key in run.snapshots))
+        return filter(None, (self.copy(run, key) for key in stored_keys(run)))
 
-    def copies_after(self, run: TierRun, depth: int) -> "Iterator[Copy]":
+    def copies_after(self, run: Run, depth: int) -> "Iterator[Copy]":
         """Yield the tier's snapshots of a run between the end of the block at a depth and that of the next one."""
-        keys = run.keys[run.find_key(depth) : run.find_key(depth + 1)]
+        keys = stored_keys(run)[find_key(run, depth) : find_key(run, depth + 1)]
         return filter(None, (self.copy(run, key) for key in keys))
 
-    def first_after(self, run: TierRun, depth: int) -> "Copy | None":
+    def first_after(self, run: Run, depth: int) -> "Copy | None":
         """Return the tier's first snapshot of a run after the block at a depth and the next one."""
-        for num_blocks, _ in run.keys[run.find_key(depth + 1) :]:
+        for num_blocks, _ in stored_keys(run)[find_key(run, depth + 1) :]:
             first = min(self.copies_after(run, num_blocks), key=lambda copy: copy.position, default=None)
             if first is not None:
                 return first
@@ -156,28 +113,37 @@ class Column:
         for node in end.run.ancestry():
             if (node.end_block + 1) * BLOCK_TOKENS <= beyond:
                 return
+            stored = stored_of(node)
+            if stored is None:
+                continue
             # Of the keys that the path begins with, after the same number of blocks, the longest is the last.
-            for index in range(node.find_key(end.depth + 1) - 1, -1, -1):
-                copy = self.copy(node, node.keys[index])
+            for index in range(find_key(node, end.depth + 1) - 1, -1, -1):
+                snapshot: TierSnapshot = stored.snapshots[stored.keys[index]]
+                copy = snapshot.copies[self.index]
                 if copy is not None and data.startswith(copy.snapshot.rest, copy.snapshot.num_blocks * BLOCK_KEY_BYTES):
                     if copy.position <= beyond:
                         return
                     yield copy
 
-    def below(self, run: TierRun, depth: int = 0) -> "Iterator[Copy]":
+    def below(self, run: Run, depth: int = 0) -> "Iterator[Copy]":
         """Yield the tier's snapshots after the block at a depth that a run contains, and below."""
-        for node in runs_below(run):
+        waiting = [run]
+        while waiting:
+            node = waiting.pop()
             found = [copy for copy in self.copies(node) if copy.snapshot.num_blocks >= depth]
             yield from sorted(found, key=lambda copy: copy.snapshot.num_blocks)
+            waiting += filter(self.num_blocks_in, continuations(node))
 
     def enter(self, copy: "Copy") -> None:
         """Take in a copy of a snapshot of the tree, and the blocks before it."""
         copy.column, copy.snapshot.copies[self.index] = self, copy
         depth = copy.snapshot.num_blocks
         for run in copy.snapshot.ancestry():
-            addresses = self.addresses_in(run)
+            if run.parent is None:
+                return
+            addresses = self.tree.stored(run).addresses[self.index]
             num_lacking = depth - run.start_block - len(addresses)
-            if run.parent is None or num_lacking <= 0:
+            if num_lacking <= 0:
                 return
             addresses.extend([NO_ADDRESS] * num_lacking)
             depth = run.start_block
@@ -187,10 +153,10 @@ class Column:
         alone, below = list[Blocks](), None
         for run in copy.snapshot.ancestry():
             num_blocks = self.num_blocks_in(run)
-            is_shared = any(child is not below and self.num_blocks_in(child) for child in run.children.values())
+            is_shared = any(child is not below and self.num_blocks_in(child) for child in continuations(run))
             if is_shared or run.parent is None:
                 break
-            others = (key for key in reversed(run.keys) if self.copy(run, key) not in (None, copy))
+            others = (key for key in reversed(stored_keys(run)) if self.copy(run, key) not in (None, copy))
             num_shared = next(others, (run.start_block, b""))[0] - run.start_block
             if num_shared < num_blocks:
                 alone.append(Blocks(run, num_shared, num_blocks))
@@ -215,28 +181,40 @@ class Column:
 
 
 class TierTree:
-    """The trees of all salts.
+    """What tiers have of the trees of all salts.
 
     Args:
         num_tiers: tiers below the device.
         key: secret for hashing salts, where files outlive the process.
+        index: that of the device.
+        memory: that of the device.
+        announcer: collects events; None: they are off.
     """
 
-    def __init__(self, num_tiers: int, key: bytes | None) -> None:
-        self.roots: dict[str, TierRun] = {}
+    def __init__(
+        self,
+        num_tiers: int,
+        key: bytes | None,
+        index: PrefixIndex,
+        memory: CacheMemory,
+        announcer: Announcer | None = None,
+    ) -> None:
+        self.roots: dict[str, Run] = {}
         """By name (``name``)."""
-        self.salts: dict[str, str] = {}
-        """By the name of a tree: those under which the device has evicted something."""
-        self.columns = tuple(Column(self, index) for index in range(num_tiers))
-        self.on_entered: Callable[[TierSnapshot], object] = _ignore
-        """Called with each snapshot that has entered the tree."""
-        self.on_left: Callable[[TierSnapshot, list[bytes]], object] = _ignore
-        """Called with each snapshot that has left the tree, and the hashes of the announced blocks that have left with
-        it, deepest first."""
+        self.columns = tuple(Column(self, number) for number in range(num_tiers))
         self._key = key
-        self.revision = 0
+        self._index = index
+        self._memory = memory
+        self._announcer = announcer
+        self._unknown = set[str]()
+        """Names of the trees whose salts no request has had yet."""
+        self.last = LastLookup[Run, PathEnd](_end_of)
+        index.new_root = self._root_of
+
+    @property
+    def revision(self) -> int:
         """Number of changes to the runs."""
-        self.last = LastLookup[TierRun, PathEnd](_end_of)
+        return self._memory.revision
 
     def name(self, salt: str) -> str:
         """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
@@ -244,26 +222,42 @@ class TierTree:
             return salt
         return blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=16).hexdigest()
 
-    def open(self, salt: str) -> str:
-        """Return the name of the tree of a salt under which the device evicts something."""
-        tree = self.name(salt)
-        self.salts[tree] = salt
-        return tree
-
-    def root(self, tree: str) -> TierRun:
+    def root(self, tree: str) -> Run:
         """Return the root of a tree; create it if needed."""
         root = self.roots.get(tree)
         if root is None:
-            root = self.roots[tree] = self._new_run(None, 0, b"")
+            root = self.roots[tree] = Run(None, 0, b"", array("i"))
+            if tree != self.name(""):
+                self._unknown.add(tree)
         return root
 
-    def _new_run(self, parent: TierRun | None, start_block: int, tokens: bytes) -> TierRun:
-        return TierRun(parent, start_block, tokens, len(self.columns))
+    def _root_of(self, salt: str) -> Run:
+        """Return the root of a salt's tree, which is known from now on."""
+        if len(self.roots) >= 2 * MAX_EMPTY_ROOTS:
+            in_use = {id(root) for root in self._index.roots.values()}
+            self.roots = {n: r for n, r in self.roots.items() if id(r) in in_use or demoted_after(r) or stored_keys(r)}
+            self._unknown &= self.roots.keys()
+        tree = self.name(salt)
+        root = self.root(tree)
+        if tree in self._unknown:
+            self._unknown.remove(tree)
+            root.salt = salt
+            if self._announcer is not None:
+                self._announcer.add_root(root)
+        return root
+
+    def known_roots(self) -> tuple[Run, ...]:
+        """Return the roots of the trees whose salts are known."""
+        return tuple(root for tree, root in self.roots.items() if tree not in self._unknown)
+
+    def stored(self, run: Run) -> StoredRun:
+        """Return what the tiers have of a run; enter that they will have something, if they have not."""
+        return stored_for(run, len(self.columns))
 
     def walk(self, tree: str, data: bytes | bytearray, num_blocks: int) -> PathEnd | None:
         """Follow a path of encoded tokens for up to ``num_blocks`` blocks as far as it is there; None: no such tree."""
         root = self.roots.get(tree)
-        return None if root is None else PathEnd(*descend(root, data, num_blocks))
+        return None if root is None else PathEnd(*descend_below(root, data, num_blocks))
 
     def end_of(self, salt: str, data: bytearray) -> PathEnd | None:
         """Return how much is there of a prompt, in whole blocks; None: there is nothing of its salt."""
@@ -282,35 +276,33 @@ class TierTree:
             data: the tokens before it, encoded.
         """
         num_blocks = snapshot.num_blocks
-        run, depth = descend(self.root(tree), data, num_blocks)
+        root = self.root(tree)
+        run, depth = descend_below(root, data, num_blocks)
         if depth < num_blocks:
             run = self._grow(run, depth, bytes(data[depth * BLOCK_KEY_BYTES : num_blocks * BLOCK_KEY_BYTES]))
-        found = run.snapshots.setdefault(snapshot.key, snapshot)
+        stored = self.stored(run)
+        found: TierSnapshot = stored.snapshots.setdefault(snapshot.key, snapshot)
         if found.home is None:
-            insort(run.keys, snapshot.key)
+            insort(stored.keys, snapshot.key)
             found.home, found.tree, found.copies = run, tree, [None] * len(self.columns)
-            self.on_entered(found)
+            if self._announcer is not None and tree not in self._unknown:
+                self._announcer.store(run, snapshot.key, root.salt)
         return found
 
-    def _grow(self, run: TierRun, depth: int, tokens: bytes) -> TierRun:
+    def _grow(self, run: Run, depth: int, tokens: bytes) -> Run:
         """Add blocks after the one of a run at a depth: to the run itself if nothing else continues it."""
-        self.revision += 1
+        self._memory.revision += 1
         if run.start_block < depth < run.end_block:
-            run = self._split(run, depth - run.start_block)
-        if run.parent is None or run.children:
-            child = self._new_run(run, depth, tokens)
-            run.children[child.first_key] = child
+            if is_on_device(run):
+                run = self._index.split_at(Walk(run, depth, None, 0))
+            else:
+                cut_demoted(run, depth - run.start_block)
+        if is_on_device(run) or demoted_after(run):
+            child = demoted_run(run, depth, tokens)
+            self.stored(run).demoted[child.first_key] = child
             return child
-        run.tokens += tokens
+        run.append(tokens, array("i", [NULL_BLOCK]) * (len(tokens) // BLOCK_KEY_BYTES))
         return run
-
-    def _split(self, run: TierRun, count: int) -> TierRun:
-        """Split a run after its first ``count`` blocks; return the upper part."""
-        upper = self._new_run(run.parent, run.start_block, b"")
-        insert_above(upper, run, count)
-        upper.addresses = [addresses[:count] for addresses in run.addresses]
-        run.addresses = [addresses[count:] for addresses in run.addresses]
-        return upper
 
     def pin(self, snapshot: "TierSnapshot") -> None:
         """Keep a snapshot in the tree, with the blocks before it, until ``unpin``."""
@@ -325,25 +317,42 @@ class TierTree:
         """Remove a snapshot from the tree, with the blocks that nothing else needs, unless it is used."""
         run = snapshot.home
         if run is not None and not snapshot.is_used:
-            del run.snapshots[snapshot.key], run.keys[run.find_key(*snapshot.key)]
+            stored = self.stored(run)
+            index = find_key(run, *snapshot.key)
+            del stored.snapshots[snapshot.key], stored.keys[index]
             snapshot.home = None
-            self.on_left(snapshot, self._trim(run))
+            if self._announcer is not None and snapshot.tree not in self._unknown:
+                self._announcer.remove(run, snapshot.key)
+            self.trim(run)
 
-    def _trim(self, run: TierRun) -> list[bytes]:
-        """Remove the blocks of a path after which nothing comes; return the hashes of those that were announced."""
-        self.revision += 1
-        gone = list[bytes]()
-        while (parent := run.parent) is not None and not run.children:
-            count = run.keys[-1][0] - run.start_block if run.keys else 0
+    def leave_below(self, run: Run, kept: int) -> None:
+        """Keep in the tree what tiers need of a run after its first ``kept`` blocks, which the device is to lose."""
+        last = max((num_blocks for num_blocks, _ in stored_keys(run)[-1:]), default=0)
+        last = run.end_block if demoted_after(run) else last
+        if last <= run.start_block + kept:
+            return
+        lower = cut_off(run, kept)
+        if self._announcer is not None:
+            self._announcer.remove_blocks(lower, last - lower.start_block)
+        self.trim(lower)
+        if len(demoted := demoted_after(lower)) == 1:
+            (child,) = demoted.values()
+            self.stored(lower).join(lower, child)
+            lower.append(bytes(child.tokens), child.blocks)
+
+    def trim(self, run: Run) -> None:
+        """Remove the blocks of a path after which nothing comes, if the device does not have them."""
+        self._memory.revision += 1
+        while (parent := run.parent) is not None and not is_on_device(run) and not demoted_after(run):
+            keys = stored_keys(run)
+            count = keys[-1][0] - run.start_block if keys else 0
             if not count:
-                del parent.children[run.first_key]
+                del demoted_after(parent)[run.first_key]
                 run.parent = None
-            gone += run.hashes[count:][::-1]
-            del run.hashes[count:], run.tokens[count * BLOCK_KEY_BYTES :]
+            del run.blocks[count:], run.hashes[count:], run.tokens[count * BLOCK_KEY_BYTES :]
             if count:
                 break
             run = parent
-        return gone
 
 
 @dataclass(slots=True, eq=False)
@@ -351,7 +360,7 @@ class TierSnapshot:
     """A snapshot that the device has evicted, in the stores of one or several tiers, or on its way back."""
 
     key: SnapshotKey
-    home: TierRun | None = None
+    home: Run | None = None
     """The run with the last whole block before it; None: it is not in the tree (any more)."""
     tree: str = ""
     """The name of its tree."""
@@ -391,7 +400,7 @@ class TierSnapshot:
         """Whether its position is inside a block."""
         return bool(self.rest)
 
-    def ancestry(self) -> Iterator[TierRun]:
+    def ancestry(self) -> Iterator[Run]:
         """Yield the runs before it, the root last."""
         return iter(()) if self.home is None else self.home.ancestry()
 
@@ -413,8 +422,8 @@ class TierSnapshot:
 
     def path(self) -> bytes:
         """Return the tokens before it, encoded."""
-        runs = [run.tokens for run in self.ancestry()][::-1]
-        return b"".join(runs)[: self.num_blocks * BLOCK_KEY_BYTES] + self.rest
+        before = b"" if self.home is None else path_to(self.home)[1]
+        return before[: self.num_blocks * BLOCK_KEY_BYTES] + self.rest
 
 
 @dataclass(slots=True, eq=False)
@@ -453,21 +462,13 @@ class Copy:
         return max(int(self.is_interior), min(num_children, 2))
 
 
-def _end_of(root: TierRun, data: bytearray) -> PathEnd:
-    return PathEnd(*descend(root, data, len(data) // BLOCK_KEY_BYTES))
+def _end_of(root: Run, data: bytearray) -> PathEnd:
+    return PathEnd(*descend_below(root, data, len(data) // BLOCK_KEY_BYTES))
 
 
-def pieces(end: PathEnd, first: int = 0) -> list[Blocks]:
-    """Return the blocks of a path from ``first`` on, in order."""
-    found = list[Blocks]()
-    for node in end.run.ancestry():
-        start, stop = max(first, node.start_block), min(end.depth, node.end_block)
-        if start < stop:
-            found.append(Blocks(node, start - node.start_block, stop - node.start_block))
-        if node.start_block <= first:
-            break
-    return found[::-1]
+_NONE = array("q")
 
 
-def _ignore(*_: object) -> None:
-    """Callback where nothing is announced."""
+def find_key(run: Run, num_blocks: int, key: bytes = b"") -> int:
+    """Return where a key is among the sorted ones of the snapshots that tiers have, or would be."""
+    return bisect_left(stored_keys(run), (num_blocks, key))

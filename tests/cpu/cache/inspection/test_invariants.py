@@ -7,12 +7,13 @@ import pytest
 from strandline.cache import Lease
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.stored import demoted_after, stored_keys
 from strandline.cache.tiers.tier_tree import Column
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import TOKEN_BYTES, TokenBuffer
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, TokenBuffer
 from tests.cpu.cache.device import runs
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.test_lookup import prompt
@@ -275,7 +276,7 @@ class TierScene:
     """A cache whose tier holds all: two conversations that part inside a block."""
 
     def __init__(self) -> None:
-        driver = Driver(40, 5, lower_blocks=(60,))
+        driver = Driver(40, 5, lower_blocks=(60,), emits_events=True)
         driver.serve(prompt(300))
         driver.serve(prompt(300) + prompt(90, 5000))
         evict_all(driver)
@@ -283,7 +284,7 @@ class TierScene:
         (self.tier,) = driver.loads.tiers
         (root,) = self.tier.tree.roots.values()
         self.copies = sorted(self.tier.column.below(root), key=lambda copy: copy.position)
-        (self.upper,) = root.children.values()
+        (self.upper,) = demoted_after(root).values()
         run = self.copies[-1].snapshot.home
         assert run is not None
         self.run = run
@@ -344,11 +345,19 @@ def relink_a_child(scene: TierScene) -> None:
 
 
 def disorder_keys(scene: TierScene) -> None:
-    scene.run.keys.append((0, b""))
+    stored_keys(scene.run).insert(0, (1000, b""))
 
 
-def hash_too_little(scene: TierScene) -> None:
-    scene.upper.hashes.append(b"hash")
+def announce_too_few_demoted_blocks(scene: TierScene) -> None:
+    scene.upper.num_announced -= 1
+
+
+def use_a_demoted_run(scene: TierScene) -> None:
+    scene.run.num_users += 1
+
+
+def keep_an_unneeded_block(scene: TierScene) -> None:
+    scene.run.tokens += bytes(BLOCK_KEY_BYTES)
 
 
 def empty_the_tiers_queue(scene: TierScene) -> None:
@@ -370,7 +379,9 @@ TIER_FAULTS: dict[Callable[[TierScene], None], str] = {
     shorten_addresses: "addresses, a tier has",
     relink_a_child: "a child is linked wrongly",
     disorder_keys: "keys out of order",
-    hash_too_little: "1 hashes",
+    announce_too_few_demoted_blocks: "blocks announced, not",
+    use_a_demoted_run: "is on the device, or something that follows it is",
+    keep_an_unneeded_block: "no tier has its last block",
     empty_the_tiers_queue: "is not in the queue",
 }
 

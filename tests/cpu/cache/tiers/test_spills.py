@@ -8,11 +8,13 @@ from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import NO_MATCH, ResumeRule
+from strandline.cache.stored import continuations, demoted_after
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.adoption import KnownPaths
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_BEGUN, spare_blocks
-from strandline.cache.tiers.tier_tree import TierRun, TierSnapshot
+from strandline.cache.tiers.tier_tree import TierSnapshot
+from strandline.cache.tree import Run
 from strandline.records.account import Miss, Reason
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.offer import Offer
@@ -73,7 +75,7 @@ def kept_by(driver: Driver, *, lose: int = 0) -> Kept:
                 if depth != lose and address:
                     key = path[(depth - 1) * BLOCK_KEY_BYTES : depth * BLOCK_KEY_BYTES]
                     blocks.append(KeptBlocks(tree, hashes[depth - 1], key, (address,), 0, 0.0, False))
-            waiting += [(child, path, hashes) for child in run.children.values()]
+            waiting += [(child, path, hashes) for child in continuations(run)]
             for found in disk.column.copies(run):
                 before, key = hashes[found.snapshot.num_blocks], found.snapshot.rest
                 if found.address:
@@ -181,7 +183,7 @@ def test_what_two_tiers_have_is_in_the_tree_once() -> None:
     assert disk.is_stored(disk_copy.snapshot)
     disk.evict(disk_copy)
     assert disk.num_used == 0
-    assert not any(root.children for root in disk.tree.roots.values())
+    assert not any(demoted_after(root) for root in disk.tree.roots.values())
 
 
 def test_blocks_still_on_the_device_are_stored_with_the_snapshot() -> None:
@@ -310,7 +312,7 @@ def test_many_lost_places_are_forgotten_at_once(monkeypatch: pytest.MonkeyPatch)
     [(transfer, action)] = driver.device.loading.items()
     cut, cut_off = list[int](), disk.cut_off
 
-    def spy(run: TierRun, num_blocks: int) -> None:
+    def spy(run: Run, num_blocks: int) -> None:
         cut.append(disk.column.addresses_in(run)[num_blocks - run.start_block - 1])
         cut_off(run, num_blocks)
 

@@ -1,18 +1,20 @@
-"""The tree of the tiers: runs of blocks answer as single blocks would."""
+"""What tiers have of the tree: runs of blocks answer as single blocks would."""
 
 from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.paths import descend
+from strandline.cache.stored import demoted_after, descend_below
 from strandline.cache.tiers.path_blocks import PathBlocks
-from strandline.cache.tiers.tier_tree import Copy, PathEnd, TierSnapshot, TierTree, pieces
-from strandline.cache.traversal import runs_below
+from strandline.cache.tiers.paths import PathEnd, pieces
+from strandline.cache.tiers.tier_tree import Copy, TierSnapshot, TierTree
+from strandline.cache.traversal import all_runs_below
 from strandline.cache.use import Use
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, encode
+from tests.cpu.cache.driver import Driver
 
 Path = tuple[int, ...]
 
@@ -24,6 +26,11 @@ def encoded(path: Path) -> bytes:
 
 def numbers(data: bytes | bytearray) -> Path:
     return tuple(data[3::BLOCK_KEY_BYTES])
+
+
+def new_tree(num_tiers: int) -> TierTree:
+    parts = Driver().cache.internals()
+    return TierTree(num_tiers, None, parts.index, parts.memory)
 
 
 def entered(tree: TierTree, path: Path, tier: int) -> Copy:
@@ -46,7 +53,7 @@ PATHS = st.lists(st.integers(0, 1), max_size=9).map(tuple)
     asked=st.lists(PATHS, min_size=1, max_size=4),
 )
 def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]], asked: list[Path]) -> None:
-    tree = TierTree(2, None)
+    tree = new_tree(2)
     root = tree.root("")
     held: tuple[dict[Path, Copy], ...] = ({}, {})
     for path, tier, is_leaving in events:
@@ -61,9 +68,9 @@ def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]]
             column.leave(copy, alone)
             tree.detach(copy.snapshot)
         known = beginnings({*held[0], *held[1]})
-        assert sum(run.end_block - run.start_block for run in runs_below(root)) == len(known) - 1
+        assert sum(run.end_block - run.start_block for run in all_runs_below(root)) == len(known) - 1
         for other in asked:
-            end = PathEnd(*descend(root, encoded(other), len(other)))
+            end = PathEnd(*descend_below(root, encoded(other), len(other)))
             deepest = max(end for end in range(len(other) + 1) if other[:end] in known)
             assert end.depth == deepest
             tokens = b"".join([blocks.run.tokens for blocks in pieces(end)])
@@ -80,14 +87,15 @@ def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]]
 
 
 def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
-    tree = TierTree(1, None)
+    tree = new_tree(1)
     (column,) = tree.columns
     copy = entered(tree, (1, 2, 3, 4, 5), 0)
-    (run,) = tree.root("").children.values()
+    (run,) = demoted_after(tree.root("")).values()
     column.addresses_in(run)[:] = array("q", [11, 12, 13, 14, 15])
     entered(tree, (1, 2, 9), 0)
     located = PathBlocks(copy.snapshot, [4, 0, 1, 3, 7]).locate()
     found = {index: column.addresses_in(run)[own] for index, (run, own) in located.items()}
     assert [*found.items()] == [(0, 11), (1, 12), (3, 14), (4, 15)]
     assert copy.snapshot.path() == encoded((1, 2, 3, 4, 5))
+    run, _ = descend_below(tree.root(""), encoded((1, 2, 3, 4, 5)), 5)
     assert column.addresses(PathEnd(run, 4), 1).tolist() == [12, 13, 14]
