@@ -51,6 +51,16 @@ def test_a_thread_has_the_prompt_of_the_whole_conversation(server: ServerProcess
     assert again.json()["usage"]["cache_read_input_tokens"] >= len("s:be brief|u:who is it?|a:")
 
 
+def test_counted_tokens_are_those_of_the_whole_thread(server: ServerProcess) -> None:
+    first = server.post("/v1/messages", **ASKED, system="s", messages=[user("who?")], thread=CREATE).json()
+    asked = {"messages": [user("why?")], "thread": after(first["id"])}
+    counted = server.post("/v1/messages/count_tokens", model="tiny", **asked).json()
+    usage = server.post("/v1/messages", **ASKED, **asked).json()["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    unknown = server.post("/v1/messages/count_tokens", **ASKED, messages=[user("why?")], thread=after("msg_none"))
+    assert unknown.status_code == 404
+
+
 def test_anthropics_package_holds_a_conversation_in_a_thread(anthropic_client: anthropic.Anthropic) -> None:
     thread = anthropic_client.beta.messages.thread(**ASKED, system="s")
     hits = []

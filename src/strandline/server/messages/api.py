@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, Self
 from uuid import uuid4
 
 from fastapi import Request
@@ -84,6 +84,13 @@ class CountBody(BaseModel):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_salt: str | None = None
+    thread: dict[str, Any] | None = None
+
+    def in_thread(self, store: ResponseStore, owner: str) -> tuple[Self, Thread]:
+        """Return the request with its thread's system prompt and tools, and the thread. Raises as ``read_thread``."""
+        fields = {"system": self.system, "tools": self.tools}
+        thread = read_thread(self.thread, fields, self.messages, store, owner)
+        return self.model_copy(update=thread.head), thread
 
     def conversation(self, placeholders: PicturePlaceholders | None, earlier: Sequence[Json] = ()) -> "Conversation":
         """Return the conversation and its tools.
@@ -158,16 +165,7 @@ class MessagesBody(CountBody):
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = False
     include_cache_account: bool = False
-    thread: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
-
-    def in_thread(self, store: ResponseStore, owner: str) -> tuple["MessagesBody", Thread]:
-        """Return the request with its thread's system prompt and tools, and the thread. Raises as ``read_thread``."""
-        fields = {"system": self.system, "tools": self.tools}
-        thread = read_thread(self.thread, fields, self.messages, store, owner)
-        if self.max_tokens == 0:
-            thread = replace(thread, is_kept=False)  # there is no answer to continue
-        return self.model_copy(update=thread.head), thread
 
     def sampling_params(self, defaults: Mapping[str, Any], *, has_budgets: bool) -> SamplingParams:
         """Return the sampling parameters: the model's defaults, overridden by the body's fields.
@@ -307,6 +305,8 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     params = body.sampling_params(service.defaults, has_budgets=service.client.frontend.has_thinking_end)
     salt = partial(service.salt_of, request, body.cache_salt, body.model)
     body, thread = body.in_thread(service.responses, owner_of(request))
+    if body.max_tokens == 0:
+        thread = replace(thread, is_kept=False)  # there is no answer to continue
     conversation = body.conversation(service.picture_placeholders(), thread.earlier)
     with service.client.expect(params.n):
         prompt = await render(service, body, conversation, salt())
@@ -337,7 +337,8 @@ def diagnosis_of(service: Service, body: MessagesBody, conversation: Conversatio
 async def count_tokens(service: Service, body: CountBody, request: Request) -> Response:
     """Count the tokens of a request's prompt."""
     service.require_model(body.model)
-    conversation = body.conversation(service.picture_placeholders())
+    body, thread = body.in_thread(service.responses, owner_of(request))
+    conversation = body.conversation(service.picture_placeholders(), thread.earlier)
     prompt = await render(service, body, conversation, service.salt_of(request, body.cache_salt, body.model))
     return json_response({"input_tokens": len(prompt.token_ids)})
 
