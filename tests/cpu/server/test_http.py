@@ -163,7 +163,7 @@ def test_path_of_another_base_url_gets_the_right_one(server: ServerProcess, path
     [
         ("/v1/conversations", "send previous_response_id"),
         ("/v1/conversations/conv_1/items", "send previous_response_id"),
-        ("/v1/messages/batches", "send the requests one by one"),
+        ("/v1/messages/batches", "send each request by itself"),
         ("/v1/files", "send their text in messages"),
     ],
 )

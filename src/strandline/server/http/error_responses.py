@@ -38,10 +38,10 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
     504: "timeout_error",
 }
 NOT_SERVED: Final[Mapping[str, str]] = {
-    "/v1/batches": "batches are not served; send the requests one by one, many at a time",
+    "/v1/batches": "batches are not served; send each request by itself, and many at the same time",
     "/v1/conversations": "conversations are not stored; send previous_response_id, or the whole conversation as input",
     "/v1/files": "files are not stored; send their text in messages",
-    "/v1/messages/batches": "batches are not served; send the requests one by one, many at a time",
+    "/v1/messages/batches": "batches are not served; send each request by itself, and many at the same time",
 }
 """Paths of the APIs of others that are not served, with those below them, and what to do instead."""
 ANTHROPIC_PATH: Final = "/v1/messages"
