@@ -11,9 +11,9 @@ NEWEST := .venv-newest
 TOOLS := .venv-tools
 # Of the pips that Pythons bring, some take three times as long to choose releases as the newest.
 NEW_VENV = $(PYTHON) -m venv --upgrade-deps
-# A file's tests run in one worker (tests/conftest.py). On two cores, a third worker uses the time in which tests of the
-# others wait, for servers above all. PYTEST_ARGS="-n 0" runs all in one process.
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+# Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process. On two cores
+# a third one starts as many servers and imports as much again, which takes longer than what it finds to do meanwhile.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Half of what is installed, of which little is imported: it is compiled then.
 SELDOM := '/(models|sympy|networkx|pip|setuptools|tests?|testing|_inductor)/'

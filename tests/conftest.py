@@ -1,6 +1,6 @@
 """What every test gets: fixed seeds, one thread, and no test of the GPU where there is none.
 
-With several workers (``-n 3 --dist loadfile``, as ``make test`` runs them) the tests of a file stay in one worker, and
+With several workers (``-n 2 --dist loadfile``, as ``make test`` runs them) the tests of a file stay in one worker, and
 so do those of files that share servers. Numba's kernels are compiled before the workers start, and not once in each.
 """
 
@@ -42,9 +42,9 @@ settings.register_profile("long", database=None, deadline=None, max_examples=100
 
 SHARE_SERVERS = re.compile(
     r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(admin|anthropic|bad_bodies|cache_page"
-    r"|cache_page_browser|client_tools|clients|cross_origin|data_parallel|docs|embeddings|fuzz|generate|grammar_trials"
-    r"|host_check|http|http_process|label_reads|listener|no_token|openai|openapi|reasoning|response_store|responses"
-    r"|routed_experts|slow_clients|threads|tools|vllm_fields|weight_transfer).py"
+    r"|cache_page_browser|client_tools|clients|cross_origin|data_parallel|diagnostics|docs|embeddings|fuzz|generate"
+    r"|grammar_trials|host_check|http|http_process|label_reads|listener|no_token|openai|openapi|reasoning|response_store"
+    r"|responses|routed_experts|slow_clients|threads|tools|vllm_fields|weight_transfer).py"
 )
 """Files whose tests ask the servers that session fixtures start; a second worker would start them again.
 

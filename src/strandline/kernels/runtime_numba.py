@@ -49,7 +49,7 @@ from numba.core.caching import UserProvidedCacheLocator
 from numba.extending import intrinsic
 from torch import Tensor
 
-from strandline import env, errors, ids, specs
+from strandline import clock, env, errors, ids, specs
 
 LOGGER: Final = logging.getLogger("strandline.kernels")
 
@@ -62,6 +62,7 @@ MEMORY_KINDS: Final = {**KINDS, torch.float8_e4m3fn: E4M3}
 """By dtype, what keys and values may be."""
 
 SOURCES: Final = (
+    Path(clock.__file__),
     Path(env.__file__),
     Path(errors.__file__),
     Path(ids.__file__),
