@@ -12,7 +12,7 @@ TOOLS := .venv-tools
 # Of the pips that Pythons bring, some take three times as long to choose releases as the newest.
 NEW_VENV = $(PYTHON) -m venv --upgrade-deps
 # Two workers, a file's tests in one of them (tests/conftest.py); PYTEST_ARGS="-n 0" runs all in one process. On two cores
-# a third one starts as many servers and imports as much again, which takes longer than what it finds to do meanwhile.
+# a third one saves nothing: it starts as many servers and imports as much again.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Half of what is installed, of which little is imported: it is compiled then.
