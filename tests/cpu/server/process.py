@@ -157,8 +157,14 @@ class ServerProcess:
 
     def core_pids(self, number: int) -> list[int]:
         """Wait until the processes of this many engines run; return their ids, in the order of their starts."""
-        self.wait_until(lambda: len(self._core_pids()) == number)
-        return self._core_pids()
+        found: list[int] = []
+
+        def all_run() -> bool:
+            found[:] = self._core_pids()
+            return len(found) == number
+
+        self.wait_until(all_run)
+        return found  # Those that were counted: one that was killed may have ended since.
 
     def _core_pids(self) -> list[int]:
         if isinstance(self.process, ForkedProcess):
