@@ -31,25 +31,22 @@ from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.batch import KVMemory
+from strandline.kernels.gluon_triton import IS_AVAILABLE
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.sizes import cdiv
 
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
+if IS_AVAILABLE:
+    from strandline.kernels.gluon_triton import (
+        TensorDescriptor,
+        copy_block,
         fence_async_shared,
+        gl,
+        gluon,
         mbarrier,
-        tma,
+        thread_barrier,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    copy_block = tma.async_copy_global_to_shared
-    IS_AVAILABLE = True
-except (ImportError, AttributeError):  # Gluon's interface changes from one version of Triton to the next
-    IS_AVAILABLE = False
 
 LOGGER: Final = logging.getLogger("strandline.kernels")
 
@@ -164,7 +161,7 @@ if IS_AVAILABLE:
     @gluon.jit
     def _release(barrier):
         """Say that this warpgroup has read a stage; all of its warps must have come here."""
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(barrier, count=1)
 
     @gluon.jit
@@ -312,7 +309,7 @@ if IS_AVAILABLE:
             is_row_MD = (packed_M < num_rows)[:, None]
             q_smem.index(half).store(gl.load(q_ptr_M[:, None] + channel_D[None, :], mask=is_row_MD, other=0.0))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         # fmt: off
         gl.warp_specialize(
             [
