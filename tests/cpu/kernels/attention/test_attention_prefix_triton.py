@@ -1,4 +1,4 @@
-"""The prefix kernel compiles with the installed version of Triton, by whatever names Gluon has."""
+"""The prefix kernel compiles with the installed version of Triton, by older and newer names of Gluon's functions."""
 
 import os
 from pathlib import Path
