@@ -10,6 +10,7 @@ TRITON: Final = "STRANDLINE_TRITON"
 NUMBA: Final = "STRANDLINE_NUMBA"
 COMPILE_AHEAD: Final = "STRANDLINE_COMPILE_AHEAD"
 LOG_FORMAT: Final = "STRANDLINE_LOG_FORMAT"
+FUSION: Final = "TRITON_DEFAULT_FP_FUSION"
 OTLP_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
@@ -21,6 +22,14 @@ def is_cache_debugged() -> bool:
 def is_triton_off() -> bool:
     """Whether to run reference implementations on GPUs (slow), to isolate faults of kernels."""
     return os.environ.get(TRITON, "1") == "0"
+
+
+def fuse_products() -> None:
+    """Let Triton compile a product and a sum to one instruction, unless the environment says otherwise.
+
+    Kernels are measured so. It is Triton's default up to 3.9, which warns that it will not be later.
+    """
+    os.environ.setdefault(FUSION, "1")
 
 
 def is_numba_off() -> bool:

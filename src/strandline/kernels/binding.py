@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.env import NUMBA, TRITON, is_numba_off, is_triton_off
+from strandline.env import NUMBA, TRITON, fuse_products, is_numba_off, is_triton_off
 from strandline.kernels.gpu import is_stood_for
 from strandline.kernels.operation import Backend, Launches, Operation, Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -86,6 +86,8 @@ def bind_kernels(
     device_type = workload.device_type
     wanted = "Numba" if device_type == "cpu" else "Triton"
     obstacle = why_unavailable(wanted, device_type)
+    if wanted == "Triton" and obstacle is None:
+        fuse_products()
     distinct = list(dict.fromkeys(operations))
     shown = tqdm(distinct, "Loading kernels", delay=PROGRESS_DELAY_S) if progress else _logged(distinct)
     for operation in shown:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import pkgutil
 from collections.abc import Sequence
 from functools import partial
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from strandline import kernels
+from strandline.env import FUSION
 from strandline.kernels import binding
 from strandline.kernels.attention.attention import paged_attention
 from strandline.kernels.attention.qkv import prepare_qkv
 from strandline.kernels.binding import bind_kernels, why_unavailable
 from strandline.kernels.gemm.linear import linear
+from strandline.kernels.gpu import GPUS, standing_for
 from strandline.kernels.operation import Launches, Operation, Workload, operation, triton
 from strandline.kernels.recurrences.gdn import gdn_decode, gdn_prefill
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
@@ -132,6 +135,21 @@ def test_environment_is_read_when_kernels_are_bound(monkeypatch: pytest.MonkeyPa
     assert [x.reason for x in bound.fallbacks] == ["STRANDLINE_NUMBA is 0"]
     monkeypatch.setenv("STRANDLINE_TRITON", "0")
     assert why_unavailable("Triton", "cuda") == "STRANDLINE_TRITON is 0"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_triton_fuses_products_unless_told_otherwise(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FUSION, before or "")
+    if before is None:
+        monkeypatch.delenv(FUSION)
+    bind_kernels([], Workload("cpu", "float32"))
+    assert os.environ.get(FUSION) == before
+    with standing_for(GPUS["sm_90"]):
+        bind_kernels([], Workload("cuda", "bfloat16"))
+    assert os.environ[FUSION] == after
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
