@@ -23,7 +23,7 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
-from strandline.models.layers.latent_attention import GatedLatentAttention, LatentAttentionConfig
+from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
@@ -43,7 +43,7 @@ MIN_LOG_DECAY: Final = -100.0
 PUBLISHED: Final = {"embed_tokens": "word_embeddings", "o_proj": "dense"}
 """Published names that differ from other families'."""
 
-Layer = DecoderLayer[KimiDeltaAttention | GatedLatentAttention, SigmoidMoe | GatedMlp]
+Layer = DecoderLayer[KimiDeltaAttention | LatentAttention, SigmoidMoe | GatedMlp]
 
 
 def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
@@ -58,9 +58,7 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_LAYER_TYPES))
     if len(mlp_types) != len(layer_types):
         fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
-    delta, latent = _read_delta(fields), LatentAttentionConfig.read(fields, LATENT_EPS)
-    if fields.value("q_lora_rank") is not None:
-        latent = replace(latent, query_rank=fields.size("q_lora_rank"))
+    delta, latent = _read_delta(fields), _read_latent(fields)
     mlp, moe, rotary = GatedMlpConfig.read(fields), read_experts(fields), _read_rotary(fields)
     norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
     shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
@@ -70,7 +68,7 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     )
 
     def build_layer(kind: str, mlp_kind: str) -> Layer:
-        mixer = KimiDeltaAttention(delta, site) if kind == LINEAR else GatedLatentAttention(latent, site)
+        mixer = KimiDeltaAttention(delta, site) if kind == LINEAR else LatentAttention(latent, site)
         feed = SigmoidMoe(moe, site) if mlp_kind == "sparse" else GatedMlp(mlp, site)
         return pre_norm_layer(mixer, feed, norm, hidden_size, site)
 
@@ -85,6 +83,12 @@ def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
     if not fields.flag("kda_safe_gate"):
         return config
     return replace(config, lower_bound=fields.number("kda_lower_bound", at_least=MIN_LOG_DECAY, at_most=0))
+
+
+def _read_latent(fields: Fields) -> LatentAttentionConfig:
+    query_rank = None if fields.value("q_lora_rank") is None else fields.size("q_lora_rank")
+    sizes = LatentAttentionConfig.read(fields, LATENT_EPS)
+    return replace(sizes, query_rank=query_rank, is_rotated=True, is_gated=True)
 
 
 def _read_rotary(fields: Fields) -> RotaryFrequencies:

@@ -31,7 +31,8 @@ from strandline.kernels.rowwise.rotary import rotary_table
 from strandline.models.block_convolution import LayerConvolutions, index_in_blocks
 from strandline.models.draft_chain import MarkovHead, new_chain
 from strandline.models.draft_head import DraftHead
-from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import multiplied, pre_norm_layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import Projection

@@ -23,7 +23,7 @@ from strandline.models.block_drafter import BlockDrafter
 from strandline.models.distinct_layers import distinct_layers
 from strandline.models.draft_head import rounded_head
 from strandline.models.eagle_drafter import EagleDrafter
-from strandline.models.layers.attention import Attention, KVScales
+from strandline.models.layers.attention_parts import KeyValues, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.protocol import ModelMemory
@@ -296,8 +296,8 @@ class CausalLM(nn.Module):
             ConfigError: a layer keeps other data per token.
         """
         for module in self.modules():
-            if isinstance(module, Attention):
-                module.kv_dtype = dtype
+            if isinstance(module, KeyValues):
+                module.dtype = dtype
         self.spec = self._whole_spec()
         kept = {stream.dtype for layer in self.spec.layers for stream in layer.streams}
         if kept - {dtype}:
@@ -309,10 +309,9 @@ class CausalLM(nn.Module):
     @property
     def kv_scales(self) -> dict[int, KVScales]:
         """Scales of keys and values, by layer of the decoder; to be set before ``bind``."""
-        # Attention may be one of two parts of a mixer.
         layers = enumerate(self.decoder.layers)
         parts = ((index, part) for index, layer in layers for part in layer.modules())
-        return {index: part.kv_scales for index, part in parts if isinstance(part, Attention)}
+        return {index: part.scales for index, part in parts if isinstance(part, KeyValues)}
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of the weights; they cannot be loaded or moved afterwards."""

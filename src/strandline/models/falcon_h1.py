@@ -14,7 +14,8 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mamba2 import Multipliers as ProjectedMultipliers

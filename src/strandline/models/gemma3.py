@@ -12,7 +12,8 @@ import torch
 from strandline.config_fields import UNLIMITED_POSITION, Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, sandwich_layer
 from strandline.models.layers.mlp import GatedMlpConfig, GeluMlp
 from strandline.models.layers.residual import PreNorm, SandwichNorm, zero_centered

@@ -22,7 +22,8 @@ from strandline.kernels.rowwise.activation import biased_swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, alternating
 from strandline.models.layers.mlp import read_limit

@@ -64,7 +64,7 @@ class BlockLayer(ConvolvedLayer[ClippedAttention, SigmoidMoe]):
         *,
         begins_block: bool,
     ) -> None:
-        num_taps = mixer.clipped.relative.num_taps
+        num_taps = mixer.config.relative.num_taps
         convolutions = convolutions_of_parts(hidden_size, num_taps, site, 1 / sqrt(num_taps + 1))
         super().__init__(mixer, mlp, (None, None), convolutions)
         self.begins_block, self.dtype = begins_block, site.dtype

@@ -10,7 +10,8 @@ from functools import partial
 from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention, AttentionConfig, HeadGatedAttention, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer, sandwich_layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, SandwichNorm, plain
@@ -35,11 +36,11 @@ def build_lfm3(config: ModelConfig, site: Site) -> CausalLM:
     """
     fields = config.text
     layer_types, eps = read_layer_types(fields, (FULL, SLIDING, CONV)), read_eps(fields, "norm_eps")
-    attention = AttentionConfig.read(fields, QueryKeyNorm.PLAIN, eps=eps)
+    gate = OutputGate.PER_HEAD if fields.flag("use_attention_gate") else OutputGate.NONE
+    attention = replace(AttentionConfig.read(fields, QueryKeyNorm.PLAIN, eps=eps), gate=gate)
     by_type = {FULL: attention}
     if SLIDING in layer_types:
         by_type[SLIDING] = replace(attention, window_tokens=fields.size("sliding_window", at_most=UNLIMITED_POSITION))
-    attend = HeadGatedAttention if fields.flag("use_attention_gate") else Attention
     make_layer = sandwich_layer if fields.flag("use_sandwich_norm") else pre_norm_layer
     conv, mlp, norm, hidden_size = (
         ShortConvConfig.read(fields),
@@ -52,7 +53,7 @@ def build_lfm3(config: ModelConfig, site: Site) -> CausalLM:
     max_position = read_max_position(fields)
 
     def build_layer(kind: str) -> Layer:
-        mixer = ShortConv(conv, site) if kind == CONV else attend(by_type[kind], site)
+        mixer = ShortConv(conv, site) if kind == CONV else Attention(by_type[kind], site)
         return make_layer(mixer, GatedMlp(mlp, site), norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]

@@ -9,7 +9,7 @@ from strandline.config_fields import read_layer_types
 from strandline.model_config import ModelConfig
 from strandline.models import llama
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import QueryKeyNorm
+from strandline.models.layers.attention_parts import QueryKeyNorm
 from strandline.models.layers.mlp import GatedMlpConfig
 from strandline.models.layers.site import Site
 from strandline.models.qwen3_next import read_mlps

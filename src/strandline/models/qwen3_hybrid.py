@@ -4,13 +4,14 @@ Source: ``transformers`` (``qwen3_next``, ``qwen3_5``).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -30,7 +31,7 @@ InProjTargets = Callable[[GatedDeltaNet, str], NamedTargets]
 
 MlpConfig = GatedMlpConfig | SparseMoeConfig
 
-Layer = DecoderLayer[GatedAttention | GatedDeltaNet, GatedMlp | SparseMoe]
+Layer = DecoderLayer[Attention | GatedDeltaNet, GatedMlp | SparseMoe]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class HybridConfig:
             layer_types=layer_types,
             vocab_size=read_vocab_size(fields),
             max_position=read_max_position(fields),
-            attention=AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED),
+            attention=replace(AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED), gate=OutputGate.PER_CHANNEL),
             gated_delta=GatedDeltaNetConfig.read(fields),
             rotary=rotary_frequencies(fields),
             has_draft_layer=fields.size("mtp_num_hidden_layers", at_least=0, default=1) == 1
@@ -103,11 +104,8 @@ def build(
 
 
 def _build_layer(config: HybridConfig, kind: str, mlp: MlpConfig, norm: ResidualNorm, site: Site) -> Layer:
-    mixer: GatedAttention | GatedDeltaNet
-    if kind == "full_attention":
-        mixer = GatedAttention(config.attention, site)
-    else:
-        mixer = GatedDeltaNet(config.gated_delta, site)
+    mixer: Attention | GatedDeltaNet
+    mixer = Attention(config.attention, site) if kind == "full_attention" else GatedDeltaNet(config.gated_delta, site)
     return pre_norm_layer(mixer, _build_mlp(mlp, site), norm, config.attention.hidden_size, site)
 
 
@@ -142,7 +140,7 @@ def _published_layer(layer: Layer, in_proj_targets: InProjTargets, prefix: str, 
     yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
     yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
     yield from layer.mlp.targets(f"{prefix}mlp.", names)
-    if isinstance(mixer, GatedAttention):
+    if isinstance(mixer, Attention):
         yield from mixer.targets(f"{prefix}self_attn.")
     else:
         yield from mixer.targets(f"{prefix}linear_attn.")

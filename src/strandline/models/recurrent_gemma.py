@@ -15,7 +15,8 @@ import torch
 from strandline.config_fields import MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps, read_layer_types, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.griffin import GriffinConfig, GriffinLayer

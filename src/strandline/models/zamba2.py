@@ -16,7 +16,7 @@ from torch import Tensor
 from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.residual import PreNorm, Unnormed, plain
@@ -50,8 +50,9 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
     layer_types, block = read_layer_types(fields, LAYER_TYPES), _read_block(fields)
     mamba2 = replace(Mamba2Config.read(fields, NAMES, GATED_NORM_EPS), has_conv_bias=True)
     rotary = rotary_frequencies(fields) if fields.flag("use_mem_rope") else None
-    shape, is_tied = (read_vocab_size(fields), block.hidden_size), fields.flag("tie_word_embeddings")
-    max_position, norm = read_max_position(fields), plain(block.eps)
+    hidden_size = block.attention.hidden_size
+    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    max_position, norm = read_max_position(fields), plain(block.attention.eps)
     num_blocks = min(fields.size("num_mem_blocks"), layer_types.count("hybrid"))
     blocks = [SharedBlock(block, site) for _ in range(num_blocks)]
 
@@ -61,7 +62,7 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
     def build_layer(index: int, kind: str) -> Layer:
         mamba = Mamba2Layer(mamba2, site)
         if kind == "linear_attention":
-            return pre_norm_layer(mamba, None, norm, block.hidden_size, site)
+            return pre_norm_layer(mamba, None, norm, hidden_size, site)
         use = layer_types[:index].count("hybrid")
         return DecoderLayer(SharedBlockUse(blocks[use % num_blocks], mamba, norm, embed, site), None, Unnormed(), None)
 
@@ -73,15 +74,11 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
 def _read_block(fields: Fields) -> SharedBlockConfig:
     fields.choice("hidden_act", ["gelu"])
     attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
+    scale, input_size = (attention.head_dim / 2) ** -0.5, 2 * attention.hidden_size
     return SharedBlockConfig(
-        hidden_size=attention.hidden_size,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
+        replace(attention, scale=scale, input_size=input_size),
         intermediate_size=fields.size("intermediate_size"),
         has_bias=fields.flag("add_bias_linear"),
-        eps=attention.eps,
-        scale=(attention.head_dim / 2) ** -0.5,
         rank=fields.size("adapter_rank"),
         has_attention_adapters=fields.flag("use_shared_attention_adapter"),
     )

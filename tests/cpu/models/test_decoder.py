@@ -1,12 +1,14 @@
 """A decoder of parts in any order: mixers and feed-forward parts need not come in pairs, nor positions be rotated."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from strandline.models.causal_lm import CausalLM
-from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -57,8 +59,9 @@ def gated_delta() -> GatedDeltaNet:
     return GatedDeltaNet(GatedDeltaNetConfig.read(CONFIG), SITE)
 
 
-def attention() -> GatedAttention:
-    return GatedAttention(AttentionConfig.read(CONFIG, QueryKeyNorm.ZERO_CENTERED), SITE)
+def attention() -> Attention:
+    config = AttentionConfig.read(CONFIG, QueryKeyNorm.ZERO_CENTERED)
+    return Attention(replace(config, gate=OutputGate.PER_CHANNEL), SITE)
 
 
 def mlp() -> GatedMlp:

@@ -15,10 +15,10 @@ projection, C profiles, X distances, Q inputs, W taps.
 
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strandline.config_fields import Fields
 from strandline.kernels.arena import LayerMemory
@@ -30,9 +30,9 @@ from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.head_clip import clip_heads
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.quantizing import with_quantized
-from strandline.models.layers.attention import Attention, QueryKeyNorm
+from strandline.models.layers.attention_parts import KeyValues, QueryKeyNorm
 from strandline.models.layers.convolution import Delays, ResidualConvolution
-from strandline.models.layers.projection import PROJECTION_ROWS, Projection
+from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
 from strandline.models.layers.relative_attention import (
     WINDOW,
     RelativeAttentionConfig,
@@ -74,29 +74,31 @@ class ClippedAttentionConfig:
         return self.relative.attention.window_tokens is None
 
 
-class ClippedAttention(Attention):
+class ClippedAttention(nn.Module):
     """The layer. Heads are divided among shards, and what belongs to them."""
 
+    recurrence = None
     operations = (prepare_qkv, relative_attention, clip_heads, rms_norm, *with_quantized(sigmoid_gate))
 
     def __init__(self, config: ClippedAttentionConfig, site: Site) -> None:
-        relative = config.relative
-        own = relative.attention.of(site.shard)
-        num_query_rows, num_heads = own.num_heads * own.head_dim, own.num_heads
-        in_sizes = [num_query_rows, num_query_rows, num_heads * relative.num_profiles, num_heads]
-        in_sizes.append(-sum(in_sizes) % PROJECTION_ROWS)
-        super().__init__(relative.attention, site, is_gated=True, num_in_rows=sum(in_sizes))
-        self.clipped, self.in_sizes = config, in_sizes
-        # Rows of in_proj: query, gate, factors of profiles, sinks, and zeros.
-        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - in_sizes[-1] :].zero_()
-        num_dynamic = own.num_kv_heads * relative.num_taps if config.is_dynamic else 0
-        self.kv_sizes = [self.sizes[1], num_dynamic]
+        super().__init__()
+        relative, self.shard = config.relative, site.shard
+        self.config, self.sizes = config, relative.attention.of(site.shard)
+        own, num_heads = self.sizes, self.sizes.num_heads
+        self.in_sizes = [own.query_rows, own.query_rows, num_heads * relative.num_profiles, num_heads]
+        self.in_sizes.append(-sum(self.in_sizes) % PROJECTION_ROWS)
+        self.in_proj = Projection(sum(self.in_sizes), own.hidden_size, site)
+        """Rows: query, gate, factors of profiles, sinks, and zeros."""
+        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.in_sizes[-1] :].zero_()
+        self.kv_sizes = [own.kv_rows, own.num_kv_heads * relative.num_taps if config.is_dynamic else 0]
         # Rows of both: keys or values, what is added to taps.
         self.k_proj, self.v_proj = (Projection(sum(self.kv_sizes), own.hidden_size, site) for _ in range(2))
+        self.kv = KeyValues(relative.attention, site)
         self.q_scale_HD = site.gain(num_heads, own.head_dim)
         self.mix_scale_HC = site.gain(num_heads, relative.num_profiles)
         self.profiles_CX = site.parameter(relative.num_profiles, relative.num_distances)
-        num_channels, num_taps = sum(self.sizes[1:3]), relative.num_taps
+        self.out_proj = SummedProjection(own.hidden_size, own.query_rows, site)
+        num_channels, num_taps = 2 * own.kv_rows, relative.num_taps
         self.conv: Delays | ResidualConvolution
         if config.is_dynamic:
             self.conv = Delays(WINDOW, num_channels, num_taps, site)
@@ -110,10 +112,9 @@ class ClippedAttention(Attention):
 
     @property
     def spec(self) -> LayerSpec:
-        parts = [(rows, self.kv_shard.count) for rows in self.sizes[1:3]]
-        if isinstance(self.conv, Delays):
-            parts *= self.conv.num_delays
-        return replace(super().spec, states=(self.conv.window.divided(*parts, dim=1),), replay=(self.conv.logged,))
+        num_copies = self.conv.num_delays if isinstance(self.conv, Delays) else 1
+        window = self.conv.window.divided(*[*self.kv.shares] * num_copies, dim=1)
+        return replace(self.kv.spec, states=(window,), replay=(self.conv.logged,))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -121,26 +122,26 @@ class ClippedAttention(Attention):
         self._clip_heads, self._rms_norm = kernels[clip_heads], kernels[rms_norm]
         self._sigmoid_gate = self.out_proj.fed_by(sigmoid_gate, kernels)
 
-    def bind(self, memory: LayerMemory) -> Any:
+    def bind(self, memory: LayerMemory) -> RelativeAttentionMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return RelativeAttentionMemory(super().bind(memory), *self.conv.bind(memory))
+        return RelativeAttentionMemory(self.kv.bind(memory), *self.conv.bind(memory))
 
     def replay(self, batch: StepBatch, memory: RelativeAttentionMemory) -> None:
         """Advance the window over logged tokens alone."""
         self.conv.replay(batch, memory.window_SRC, memory.log)
 
-    def forward(self, inputs_QTE: Any, step: Step, memory: Any) -> Tensor:
+    def forward(self, inputs_QTE: Tensor, step: Step, memory: RelativeAttentionMemory) -> Tensor:
         """Attend, and advance the memory.
 
         Args:
             inputs_QTE: what queries, keys and values are made of: three inputs, or one.
         """
-        config, batch = self.clipped, step.batch
+        config, sizes, batch = self.config, self.sizes, step.batch
         q_in_TE, k_in_TE, v_in_TE = inputs_QTE if len(inputs_QTE) > 1 else (inputs_QTE[0],) * 3
         projected_TO = self.in_proj.multiply(q_in_TE)
         q_TO, gate_TO, mix_TO, sinks_TH, _ = projected_TO.split(self.in_sizes, dim=-1)
         k_TGD, v_TGD = self._keys_and_values(k_in_TE, v_in_TE, batch, memory)
-        q_THD, mix_THC = (x.unflatten(-1, (self.config.num_heads, -1)) for x in (q_TO, mix_TO))
+        q_THD, mix_THC = (x.unflatten(-1, (sizes.num_heads, -1)) for x in (q_TO, mix_TO))
         scaling = config.relative.log_scaling
         factor_T = None if scaling is None else score_factors(batch.positions_T, scaling)
         q_THD = self._clip_heads(q_THD, config.threshold, self.q_scale_HD, factor_T)
@@ -154,8 +155,8 @@ class ClippedAttention(Attention):
             memory.kv,
             attention,
             batch.num_decodes,
-            scale=self.config.scale,
-            window_tokens=self.config.window_tokens,
+            scale=sizes.scale,
+            window_tokens=sizes.window_tokens,
         )
         return self.out_proj.multiply(self._sigmoid_gate(out_THD.flatten(1), gate_TO))
 
@@ -171,14 +172,14 @@ class ClippedAttention(Attention):
             kv_TO = self._weighed((kv_TO, *self.conv.delayed(kv_TO, *where)), dynamic_TO)
         else:
             kv_TO = self.conv.convolve(kv_TO, *where)
-        heads = (2, self.config.num_kv_heads, self.config.head_dim)
+        heads = (2, self.sizes.num_kv_heads, self.sizes.head_dim)
         k_TGD, v_TGD = kv_TO.unflatten(-1, heads).unbind(1)
-        normed_TGD = self._rms_norm(v_TGD.contiguous(), self.ones_D, self.config.eps)
-        return self._clip_heads(k_TGD, self.clipped.threshold), normed_TGD
+        normed_TGD = self._rms_norm(v_TGD.contiguous(), self.ones_D, self.sizes.eps)
+        return self._clip_heads(k_TGD, self.config.threshold), normed_TGD
 
     def _weighed(self, delayed: tuple[Tensor, ...], dynamic_TO: Tensor) -> Tensor:
         """Return the sum of the inputs at some delays, each times its taps, and the last input."""
-        num_taps, head_dim = len(delayed), self.config.head_dim
+        num_taps, head_dim = len(delayed), self.sizes.head_dim
         dynamic_TGW = dynamic_TO.float().unflatten(-1, (-1, num_taps))
         taps_WGD = self.taps_WC.float().unflatten(-1, (-1, head_dim))
         inputs = [x.float().unflatten(-1, (-1, head_dim)) for x in delayed]
@@ -195,14 +196,14 @@ class ClippedAttention(Attention):
             yield f"{prefix}{name}.weight", sharded(rows, self.shard)
         for index, (name, proj) in enumerate({"k": self.k_proj, "v": self.v_proj}.items()):
             rows, dynamic = proj.weight_OI.split(self.kv_sizes)
-            yield f"{prefix}w{name}_dv.weight", sharded(rows, self.kv_shard)
+            yield f"{prefix}w{name}_dv.weight", sharded(rows, self.kv.shard)
             if isinstance(self.conv, Delays):
-                taps_WC = self.taps_WC.split(self.sizes[1:3], dim=1)[index]
-                yield f"{prefix}{name}_sconv.weight_proj", sharded(dynamic, self.kv_shard)
-                yield f"{prefix}{name}_sconv.static_w", sharded(taps_WC, self.kv_shard, dim=1)
+                taps_WC = self.taps_WC.chunk(2, dim=1)[index]
+                yield f"{prefix}{name}_sconv.weight_proj", sharded(dynamic, self.kv.shard)
+                yield f"{prefix}{name}_sconv.static_w", sharded(taps_WC, self.kv.shard, dim=1)
             else:
-                taps_CW = self.conv.taps_CW.split(self.sizes[1:3])[index]
-                yield f"{prefix}{name}_sconv.weight", sharded(taps_CW.unsqueeze(1), self.kv_shard)
+                taps_CW = self.conv.taps_CW.chunk(2)[index]
+                yield f"{prefix}{name}_sconv.weight", sharded(taps_CW.unsqueeze(1), self.kv.shard)
         yield from self.out_proj.targets(f"{prefix}wo_ud.")
         yield f"{prefix}q_l2_clip.scale", sharded(self.q_scale_HD, self.shard)
         yield f"{prefix}rel_l2_clip.scale", sharded(self.mix_scale_HC, self.shard)

@@ -12,22 +12,24 @@ taps of both convolutions together, K taps of the second, S slots; of a window's
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.attention.qkv import HeadNorm
+from strandline.kernels.attention.attention import paged_attention
+from strandline.kernels.attention.qkv import HeadNorm, prepare_qkv
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.conv1d import Convolution
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention_parts import AttentionConfig, KeyValues, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
@@ -100,22 +102,29 @@ class DelayedConvolution(CausalConvolution):
         self.weight_CW[self.num_delays * num_channels :, -2] = 1.0
 
 
-class ConvolvedAttention(Attention):
+class ConvolvedAttention(nn.Module):
     """The layer. Its halves of values are not divided by head: it runs on one rank."""
 
-    operations = (*Attention.operations, head_linear)
+    recurrence = None
+    operations = (prepare_qkv, paged_attention, head_linear)
 
     def __init__(self, config: ConvolvedAttentionConfig, site: Site) -> None:
         if site.shard.count > 1:
             raise ConfigError(f"--tensor-parallel-size {site.shard.count}: convolved attention is computed on one rank")
-        super().__init__(config.attention, site)
-        head_dim, num_kv_heads = config.attention.head_dim, config.attention.num_kv_heads
+        super().__init__()
+        self.config = attention = config.attention
+        self.dtype, head_dim, hidden_size = site.dtype, attention.head_dim, attention.hidden_size
         num_taps, num_delays = config.num_depthwise_taps, config.num_grouped_taps
-        self.num_convolved, self.num_delayed = sum(self.sizes[:2]), self.sizes[2] // 2
-        self.conv = DelayedConvolution(self.num_convolved, num_taps, num_delays, self.num_delayed, site)
-        self.grouped_CDK = site.parameter(self.num_convolved, head_dim, num_delays)
-        self.grouped_bias_C = site.parameter(self.num_convolved)
-        self.key_scale_G = site.parameter(num_kv_heads)
+        num_convolved, num_delayed = attention.query_rows + attention.kv_rows, attention.kv_rows // 2
+        self.sizes = [attention.query_rows, attention.kv_rows, num_delayed, num_delayed]
+        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
+        """Rows: query, key, half of the value, and the other half, of which the previous token's is read."""
+        self.conv = DelayedConvolution(num_convolved, num_taps, num_delays, num_delayed, site)
+        self.grouped_CDK = site.parameter(num_convolved, head_dim, num_delays)
+        self.grouped_bias_C = site.parameter(num_convolved)
+        self.key_scale_G = site.parameter(attention.num_kv_heads)
+        self.kv = KeyValues(attention, site)
+        self.out_proj = SummedProjection(hidden_size, attention.query_rows, site)
         self.register_buffer("ones_D", torch.ones(head_dim, dtype=site.dtype, device=site.device), persistent=False)
 
     ones_D: Tensor
@@ -123,26 +132,26 @@ class ConvolvedAttention(Attention):
     @property
     def spec(self) -> LayerSpec:
         replay = TensorSpec("x", self.conv.weight_CW.shape[:1], dtype_name(self.dtype))
-        return replace(super().spec, states=(self.conv.window,), replay=(replay,))
+        return replace(self.kv.spec, states=(self.conv.window,), replay=(replay,))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
+        self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
         self._head_linear = kernels[head_linear]
         # Of a head, the inputs are its channels at one delay after another.
         weight_ADDK = self.grouped_CDK.unflatten(0, (-1, self.config.head_dim))
         self._mix_ADI = weight_ADDK.transpose(2, 3).flatten(2)
 
-    def bind(self, memory: LayerMemory) -> Any:
+    def bind(self, memory: LayerMemory) -> ConvolvedAttentionMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return ConvolvedAttentionMemory(super().bind(memory), memory.states["window"], replay_log(memory))
+        return ConvolvedAttentionMemory(self.kv.bind(memory), memory.states["window"], replay_log(memory))
 
     def replay(self, batch: StepBatch, memory: ConvolvedAttentionMemory) -> None:
         """Advance the window over logged tokens alone."""
         no_x = self.conv.weight_CW.new_empty(0, len(self.conv.weight_CW))
         self.conv.convolve(no_x, batch, memory.window_SRC, memory.log)
 
-    def forward(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
+    def forward(self, hidden_TE: Tensor, step: Step, memory: ConvolvedAttentionMemory) -> Tensor:
         q_TO, k_TO, v_TO = self._convolved(hidden_TE, step.batch, memory)
         norm = HeadNorm(self.ones_D, self.ones_D, NORM_EPS, is_zero_centered=False)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, norm, step.rotary, memory.kv, step.batch.attention)
@@ -153,14 +162,14 @@ class ConvolvedAttention(Attention):
         return self.out_proj.multiply(out_THD.flatten(1))
 
     def _convolved(
-        self, hidden_TE: Any, batch: StepBatch, memory: ConvolvedAttentionMemory
+        self, hidden_TE: Tensor, batch: StepBatch, memory: ConvolvedAttentionMemory
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values."""
-        parts = [*self.sizes[:2], self.num_delayed, self.num_delayed]
-        q_TO, k_TO, v_TO, delayed_TO = self.in_proj.multiply(hidden_TE).split(parts, dim=-1)
+        q_TO, k_TO, v_TO, delayed_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         x_TC = torch.cat((*(q_TO, k_TO) * self.conv.num_delays, delayed_TO), dim=-1)
         y_TC = self.conv.convolve(x_TC, batch, memory.window_SRC, memory.log)
-        y_TC, delayed_TO = y_TC.split([y_TC.shape[1] - self.num_delayed, self.num_delayed], dim=-1)
+        num_delayed = self.sizes[-1]
+        y_TC, delayed_TO = y_TC.split([y_TC.shape[1] - num_delayed, num_delayed], dim=-1)
         mixed_TC = self._mixed(y_TC)
         q_TGHD, k_TG1D = self._residuals(q_TO, k_TO)
         mixed_q_TO, mixed_k_TO = mixed_TC.split(self.sizes[:2], dim=-1)
@@ -181,9 +190,8 @@ class ConvolvedAttention(Attention):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        parts = self.in_proj.weight_OI.split([*self.sizes[:2], self.num_delayed, self.num_delayed])
         names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
-        for name, rows in zip(names, parts, strict=True):
+        for name, rows in zip(names, self.in_proj.weight_OI.split(self.sizes), strict=True):
             yield f"{prefix}qkv_proj.{name}.weight", whole(rows)
         yield f"{prefix}qkv_proj.conv_qk_depthwise.weight", whole(self.conv.taps_CK.unsqueeze(1))
         yield f"{prefix}qkv_proj.conv_qk_depthwise.bias", whole(self.conv.shift_C)

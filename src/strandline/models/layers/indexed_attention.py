@@ -10,9 +10,9 @@ key, O rows of a fused projection, B blocks, P tokens in a block, F rotated pair
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from strandline.kernels.arena import LayerMemory
@@ -22,7 +22,8 @@ from strandline.kernels.batch import AttentionBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.rotary import apply_rotary, interleaved_dimensions
-from strandline.models.layers.attention import AttentionConfig, GatedAttention, QueryKeyNorm
+from strandline.models.layers.attention import Attention
+from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.rotary import RotaryFrequencies
 from strandline.models.layers.site import Site, dtype_name
@@ -59,7 +60,7 @@ class IndexedAttentionConfig:
             fields.reject("indexer_budget", f"a multiple of indexer_compress_ratio, {group_tokens}")
         rotary_dim = 2 * len(rotary.inv_freq_F)
         return cls(
-            AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED),
+            replace(AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED), gate=OutputGate.PER_CHANNEL),
             num_index_heads=fields.size("indexer_n_heads", at_most=MAX_HEADS),
             index_dim=fields.size("indexer_head_dim", at_least=rotary_dim, at_most=MAX_HEAD_DIM),
             group_tokens=group_tokens,
@@ -68,14 +69,16 @@ class IndexedAttentionConfig:
         )
 
 
-class IndexedAttention(GatedAttention):
-    """The layer. Its index is not divided among shards: every rank computes it, and keeps the index keys."""
+class IndexedAttention(nn.Module):
+    """Attention and its index, which is not divided among shards: every rank computes it, and keeps the index keys."""
 
-    operations = (*GatedAttention.operations, rms_norm_zero_centered, store_tokens, indexed_attention)
+    recurrence = None
+    operations = (rms_norm_zero_centered, store_tokens, indexed_attention)
 
     def __init__(self, config: IndexedAttentionConfig, site: Site) -> None:
-        super().__init__(config.attention, site)
-        self.indexed = config
+        super().__init__()
+        self.config, self.dtype = config, site.dtype
+        self.attention = Attention(config.attention, site)
         self.index_sizes = [config.num_index_heads * config.index_dim, config.index_dim]
         self.index_proj = Projection(sum(self.index_sizes), config.attention.hidden_size, site)
         """Rows: index queries, index key."""
@@ -92,18 +95,17 @@ class IndexedAttention(GatedAttention):
 
     @property
     def spec(self) -> LayerSpec:
-        spec, index_key = super().spec, TensorSpec(INDEX_KEY, (self.indexed.index_dim,), dtype_name(self.dtype))
+        spec, index_key = self.attention.spec, TensorSpec(INDEX_KEY, (self.config.index_dim,), dtype_name(self.dtype))
         positions = (TensorSpec(POSITION, (3,), "float32"),) if self.keeps_positions else ()
         return replace(spec, streams=(*spec.streams, index_key, *positions))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
         self._rms_norm, self._attend_indexed = kernels[rms_norm_zero_centered], kernels[indexed_attention]
         self._store_tokens = kernels[store_tokens]
         # Whether a token's step has no longer context would depend on other sequences.
         self._may_read_whole = not kernels.workload.is_deterministic
-        its = self.indexed
+        its = self.config
         self._index = GroupIndex(
             its.group_tokens,
             its.max_groups,
@@ -114,22 +116,22 @@ class IndexedAttention(GatedAttention):
             its.rotary.attention_factor,
         )
 
-    def bind(self, memory: LayerMemory) -> Any:
+    def bind(self, memory: LayerMemory) -> IndexedMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return IndexedMemory(super().bind(memory), memory.streams[INDEX_KEY], memory.streams.get(POSITION))
+        return IndexedMemory(self.attention.bind(memory), memory.streams[INDEX_KEY], memory.streams.get(POSITION))
 
-    def forward(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
-        q_THD, gate_TO = self._prepared(hidden_TE, step, memory.kv)
+    def forward(self, hidden_TE: Tensor, step: Step, memory: IndexedMemory) -> Tensor:
+        q_THD, gate_TO = self.attention.prepare(hidden_TE, step, memory.kv)
         index_q_TJC = self._index_queries(hidden_TE, step, memory.index_BPC)
         if memory.position_BP3 is not None:
             positions_T3 = _positions_3T(step.batch).T.contiguous().float()
             self._store_tokens(positions_T3, memory.position_BP3, step.batch.attention)
-        scale, attention = self.config.scale, step.batch.attention
-        if self._is_read_whole(attention):
-            out_THD = self._attend(q_THD, memory.kv, attention, step.batch.num_decodes, scale=scale)
+        batch, scale = step.batch.attention, self.config.attention.scale
+        if self._is_read_whole(batch):
+            out_THD = self.attention.attend(q_THD, step, memory.kv)
         else:
-            out_THD = self._attend_indexed(q_THD, index_q_TJC, memory, attention, self._index, scale=scale)
-        return self.out_proj.multiply(self._sigmoid_gate(out_THD.flatten(1), gate_TO))
+            out_THD = self._attend_indexed(q_THD, index_q_TJC, memory, batch, self._index, scale=scale)
+        return self.attention.output(out_THD, hidden_TE, gate_TO)
 
     def _is_read_whole(self, batch: AttentionBatch) -> bool:
         is_known = self._may_read_whole and batch.has_lengths
@@ -139,13 +141,13 @@ class IndexedAttention(GatedAttention):
         """Store the step's index keys; return its index queries."""
         q_TO, key_TC = self.index_proj.multiply(hidden_TE).split(self.index_sizes, dim=-1)
         self._store_tokens(key_TC, index_BPC, step.batch.attention)
-        q_TJC = q_TO.unflatten(-1, (self.indexed.num_index_heads, -1)).contiguous()
-        q_TJC = self._rms_norm(q_TJC, self.index_q_norm_C, self.config.eps)
+        q_TJC = q_TO.unflatten(-1, (self.config.num_index_heads, -1)).contiguous()
+        q_TJC = self._rms_norm(q_TJC, self.index_q_norm_C, self.config.attention.eps)
         return q_TJC if step.rotary is None else apply_rotary(q_TJC, step.rotary)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        yield from super().targets(prefix)
+        yield from self.attention.targets(prefix)
         yield from self.index_proj.targets(f"{prefix}indexer.index_qk_proj.")
         yield f"{prefix}indexer.q_layernorm.weight", whole(self.index_q_norm_C)
         yield f"{prefix}indexer.k_layernorm.weight", whole(self.index_k_norm_C)

@@ -15,7 +15,7 @@ projection. Of a block, P are its tokens.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -139,72 +139,75 @@ class IndexedLatentMemory:
     """Index keys and gates; None: the layer has no index."""
 
 
-class IndexedLatentAttention(LatentAttention):
-    """The layer.
+class IndexedLatentAttention(nn.Module):
+    """Latent attention, and its index or that of the layer before.
 
     Args:
         index: None: the layer before chooses.
         choice: where the choice is put, or taken from.
     """
 
-    operations = (*LatentAttention.operations, store_tokens, indexed_latent_attention)
+    recurrence = None
+    operations = (store_tokens, indexed_latent_attention)
 
     def __init__(
         self, config: IndexedLatentAttentionConfig, index: TokenIndex | None, choice: GroupChoice, site: Site
     ) -> None:
-        super().__init__(config.latent, site)
-        self.indexed, self.index, self.choice = config, index, choice
+        super().__init__()
+        self.config, self.dtype, self.index, self.choice = config, site.dtype, index, choice
+        self.attention = LatentAttention(config.latent, site)
 
     @property
     def spec(self) -> LayerSpec:
-        spec = super().spec
+        spec = self.attention.spec
         if self.index is None:
             return spec
-        index_key = TensorSpec("index_key", (2 * self.indexed.index_dim,), dtype_name(self.dtype))
+        index_key = TensorSpec("index_key", (2 * self.config.index_dim,), dtype_name(self.dtype))
         return replace(spec, streams=(*spec.streams, index_key))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
         self._store_tokens, self._attend_indexed = kernels[store_tokens], kernels[indexed_latent_attention]
         # Whether a token's step has no longer context would depend on other sequences.
         self._may_read_whole = not kernels.workload.is_deterministic
 
-    def bind(self, memory: LayerMemory) -> Any:
+    def bind(self, memory: LayerMemory) -> IndexedLatentMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return IndexedLatentMemory(super().bind(memory), memory.streams.get("index_key"))
+        return IndexedLatentMemory(self.attention.bind(memory), memory.streams.get("index_key"))
 
-    def forward(self, hidden_TE: Tensor, step: Step, memory: Any) -> Tensor:
-        query_TQ, latent_TD = self._latents(hidden_TE)
-        attention, is_whole = step.batch.attention, self._is_read_whole(step.batch.attention)
-        if self.index is not None:
-            weight_TJ = self.index.store(hidden_TE, memory.index_BPX, attention)
+    def forward(self, hidden_TE: Tensor, step: Step, memory: IndexedLatentMemory) -> Tensor:
+        attention, batch = self.attention, step.batch.attention
+        query_TQ, latent_TD = attention.project(hidden_TE)
+        is_whole = self._is_read_whole(batch)
+        if self.index is not None and memory.index_BPX is not None:
+            weight_TJ = self.index.store(hidden_TE, memory.index_BPX, batch)
             self.choice.group_TK = None
             if not is_whole:
-                self.choice.group_TK = self.index.choose(query_TQ, weight_TJ, memory.index_BPX, attention)
+                self.choice.group_TK = self.index.choose(query_TQ, weight_TJ, memory.index_BPX, batch)
         if is_whole:
-            out_THV = self._attend_all(self._queries(query_TQ), latent_TD, memory.latent_BPD, step.batch)
+            out_THV = attention.attend(attention.queries(query_TQ), latent_TD, memory.latent_BPD, step.batch)
         else:
-            out_THV = self._attend_chosen(query_TQ, latent_TD, memory.latent_BPD, attention)
-        return self.out_proj.multiply(out_THV.flatten(1))
+            self._store_tokens(latent_TD, memory.latent_BPD, batch)
+            out_THV = self._attend_chosen(attention.queries(query_TQ), memory.latent_BPD, batch)
+        return attention.out_proj.multiply(out_THV.flatten(1))
 
     def _is_read_whole(self, batch: AttentionBatch) -> bool:
-        its = self.indexed
+        its = self.config
         if not self._may_read_whole or not batch.has_lengths:
             return False
         return all(is_read_whole(length, its.group_tokens, its.max_groups) for length in batch.context_lens)
 
-    def _attend_chosen(self, query_TQ: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: AttentionBatch) -> Tensor:
-        """Store the step's latents, and attend every token to the groups chosen for it; return ``out_THV``."""
-        self._store_tokens(latent_TD, latent_BPD, batch)
+    def _attend_chosen(self, q_THD: Tensor, latent_BPD: Tensor, batch: AttentionBatch) -> Tensor:
+        """Attend every token to the groups chosen for it; return ``out_THV``."""
         if self.choice.group_TK is None:
             raise EngineError("no layer has chosen tokens in this step")
-        folded_THD, sizes = self._folded(self._queries(query_TQ)), (self.indexed.group_tokens, self.config.latent_dim)
-        out_THR = self._attend_indexed(folded_THD, latent_BPD, self.choice.group_TK, batch, *sizes, scale=self.scale)
-        return self._head_linear(out_THR, self.value_up_HVR)
+        folded_THD, scale = self.attention.folded(q_THD), self.attention.scale
+        sizes = (self.config.group_tokens, self.config.latent.latent_dim)
+        out_THR = self._attend_indexed(folded_THD, latent_BPD, self.choice.group_TK, batch, *sizes, scale=scale)
+        return self.attention.values(out_THR)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        yield from super().targets(prefix)
+        yield from self.attention.targets(prefix)
         if self.index is not None:
             yield from self.index.targets(f"{prefix}indexer.")

@@ -1,4 +1,4 @@
-"""Multi-head latent attention without positions: a token keeps one latent for all heads (Kimi Linear).
+"""Multi-head latent attention: a token keeps one latent for all heads (Kimi Linear, Ling 3).
 
 The up projections of keys and values are folded into queries and outputs, so that attention reads latents alone. Only
 prompts with many new tokens apply them to latents, where that takes fewer multiplications.
@@ -6,7 +6,7 @@ prompts with many new tokens apply them to latents, where that takes fewer multi
 Projections that read the same input are one matrix (comments name the order of its rows); the published tensors are
 split into it while loading.
 
-Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; ``transformers`` (``kimi_linear``).
+Source: DeepSeek-AI, "DeepSeek-V2", section 2.1; ``transformers`` (``kimi_linear``, ``bailing_hybrid``).
 
 Shape suffixes: T tokens of the step, E hidden size, H heads, K channels of a head's key that come from the latent, P
 those that all heads share, V channels of a head's value, D channels of a latent and those shared, R channels of the
@@ -15,7 +15,7 @@ side. Of a block, P are its tokens.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,9 @@ from strandline.kernels.attention.latent_expansion import expanded_latent_attent
 from strandline.kernels.batch import AttentionBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
-from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.rotary import apply_rotary
-from strandline.models.layers.attention import gate_heads
+from strandline.models.layers.attention_parts import gate_heads
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -57,10 +56,15 @@ class LatentAttentionConfig:
     """Epsilon of the norms of latents."""
     query_rank: int | None = None
     """Channels of the latent that queries are made of; None: they are made of the hidden state."""
+    is_rotated: bool = False
+    """Whether positions are embedded by rotation in queries, and in the part of keys that all heads share: neighbouring
+    channels are rotated together."""
+    is_gated: bool = False
+    """Whether a sigmoid gate multiplies the result of each head."""
 
     @classmethod
     def read(cls, fields: Fields, eps: float) -> "LatentAttentionConfig":
-        """Read a text configuration, but for ``query_rank``; raises as :class:`strandline.config_fields.Fields`."""
+        """Read the sizes of a text configuration but ``query_rank``; raises as ``Fields``."""
         num_heads = fields.size("num_attention_heads", at_most=MAX_HEADS)
         if fields.size("num_key_value_heads", at_most=MAX_HEADS) != num_heads:
             fields.reject("num_key_value_heads", f"the number of attention heads, {num_heads}")
@@ -91,12 +95,7 @@ class LatentAttention(nn.Module):
     """
 
     recurrence = None
-    operations: tuple[Operation[..., Any], ...] = (
-        rms_norm,
-        head_linear,
-        latent_attention,
-        expanded_latent_attention,
-    )
+    operations = (rms_norm, head_linear, latent_attention, expanded_latent_attention)
 
     def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
         super().__init__()
@@ -113,6 +112,7 @@ class LatentAttention(nn.Module):
         self.latent_norm_R = site.gain(config.latent_dim)
         self.key_up_HKR = site.parameter(num_heads, config.key_dim, config.latent_dim)
         self.value_up_HVR = site.parameter(num_heads, config.value_dim, config.latent_dim)
+        self.gate_proj = Projection(num_heads, hidden_size, site, shard=site.shard) if config.is_gated else None
         self.out_proj = SummedProjection(hidden_size, num_heads * config.value_dim, site)
         self.scale = sum(self.query_dims) ** -0.5
 
@@ -133,11 +133,18 @@ class LatentAttention(nn.Module):
         return memory.streams["latent"]
 
     def forward(self, hidden_TE: Tensor, step: Step, latent_BPD: Tensor) -> Tensor:
-        query_TQ, latent_TD = self._latents(hidden_TE)
-        q_THD = self._queries(query_TQ)
-        return self.out_proj.multiply(self._attend_all(q_THD, latent_TD, latent_BPD, step.batch).flatten(1))
+        query_TQ, latent_TD = self.project(hidden_TE)
+        q_THD = self.queries(query_TQ)
+        if self.config.is_rotated:
+            num_rotated = self.config.shared_dim
+            _rotate_pairs(q_THD[..., -num_rotated:], step)
+            _rotate_pairs(latent_TD[:, -num_rotated:].unsqueeze(1), step)
+        out_THV = self.attend(q_THD, latent_TD, latent_BPD, step.batch)
+        if self.gate_proj is not None:
+            out_THV = gate_heads(out_THV, self.gate_proj, hidden_TE)
+        return self.out_proj.multiply(out_THV.flatten(1))
 
-    def _latents(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def project(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries or their latents, and what is kept of each token."""
         query_TQ, latent_TR, shared_TP = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         if self.query_norm_Q is not None:
@@ -145,13 +152,13 @@ class LatentAttention(nn.Module):
         latent_TR = self._rms_norm(latent_TR, self.latent_norm_R, self.config.eps)
         return query_TQ, torch.cat((latent_TR, shared_TP), dim=-1)
 
-    def _queries(self, query_TQ: Tensor) -> Tensor:
+    def queries(self, query_TQ: Tensor) -> Tensor:
         """Return the queries of all heads, ``q_THD``."""
         q_TO = query_TQ if self.query_proj is None else self.query_proj.multiply(query_TQ)
         q_THD: Tensor = q_TO.unflatten(-1, (self.config.num_heads, -1))
         return q_THD
 
-    def _attend_all(self, q_THD: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: StepBatch) -> Tensor:
+    def attend(self, q_THD: Tensor, latent_TD: Tensor, latent_BPD: Tensor, batch: StepBatch) -> Tensor:
         """Store the step's latents, and attend every token to all up to itself; return ``out_THV``."""
         steps = (batch.attention, batch.num_decodes)
         if not self._expands(batch):
@@ -166,13 +173,17 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Store the step's latents, and attend the queries, if there are any, to latents."""
         num_queries, num_heads, _ = q_THD.shape
-        folded_THD, latent_dim = self._folded(q_THD), self.config.latent_dim
+        folded_THD, latent_dim = self.folded(q_THD), self.config.latent_dim
         out_THR = self._attend(folded_THD, latent_TD, latent_BPD, batch, num_decodes, latent_dim, scale=self.scale)
         if not num_queries:
             return q_THD.new_empty(0, num_heads, self.config.value_dim)
+        return self.values(out_THR)
+
+    def values(self, out_THR: Tensor) -> Tensor:
+        """Return the heads' results, ``out_THV``, given sums of latents."""
         return self._head_linear(out_THR, self.value_up_HVR)
 
-    def _folded(self, q_THD: Tensor) -> Tensor:
+    def folded(self, q_THD: Tensor) -> Tensor:
         """Return queries with which latents are multiplied."""
         q_THK, q_THP = q_THD.split(self.query_dims, dim=-1)
         q_THR = q_THD.new_empty(0, len(self.key_up_HKR), self.config.latent_dim)
@@ -206,30 +217,8 @@ class LatentAttention(nn.Module):
         yield f"{prefix}kv_a_layernorm.weight", whole(self.latent_norm_R)
         yield f"{prefix}kv_b_proj.weight", interleaved(self.key_up_HKR, self.value_up_HVR, shard=self.shard)
         yield from self.out_proj.targets(f"{prefix}o_proj.")
-
-
-class GatedLatentAttention(LatentAttention):
-    """Latent attention with positions embedded by rotation, and a sigmoid gate per head.
-
-    Neighbouring channels of queries, and of the part of keys that all heads share, are rotated together.
-    """
-
-    def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
-        super().__init__(config, site)
-        self.gate_proj = Projection(self.config.num_heads, config.hidden_size, site, shard=site.shard)
-
-    def forward(self, hidden_TE: Tensor, step: Step, latent_BPD: Tensor) -> Tensor:
-        query_TQ, latent_TD = self._latents(hidden_TE)
-        q_THD, num_rotated = self._queries(query_TQ), self.config.shared_dim
-        _rotate_pairs(q_THD[..., -num_rotated:], step)
-        _rotate_pairs(latent_TD[:, -num_rotated:].unsqueeze(1), step)
-        out_THV = self._attend_all(q_THD, latent_TD, latent_BPD, step.batch)
-        return self.out_proj.multiply(gate_heads(out_THV, self.gate_proj.multiply(hidden_TE)).flatten(1))
-
-    def targets(self, prefix: str) -> NamedTargets:
-        """Yield the published tensors."""
-        yield from super().targets(prefix)
-        yield from self.gate_proj.targets(f"{prefix}g_proj.")
+        if self.gate_proj is not None:
+            yield from self.gate_proj.targets(f"{prefix}g_proj.")
 
 
 def _rotate_pairs(x_THP: Tensor, step: Step) -> None:

@@ -11,9 +11,9 @@ profiles, X distances, S slots; of a window's memory R are the rows, and C its c
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps
 from strandline.kernels.arena import LayerMemory
@@ -22,10 +22,16 @@ from strandline.kernels.attention.relative_attention import RelativeScores, rela
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.replay import ReplayLog
-from strandline.kernels.rowwise.quantized_rows import plain_rows
-from strandline.models.layers.attention import Attention, AttentionConfig, QueryKeyNorm
+from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
+from strandline.models.layers.attention_parts import (
+    AttentionConfig,
+    KeyValues,
+    QKVProjection,
+    QueryKeyNorm,
+    QueryKeyNorms,
+)
 from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, whole
@@ -101,46 +107,58 @@ class RelativeAttentionMemory:
     log: ReplayLog
 
 
-class RelativeAttention(Attention):
+class RelativeAttention(nn.Module):
     """The layer. Profiles are not divided among shards; the factors of each head are."""
 
+    recurrence = None
     operations = (prepare_qkv, relative_attention)
 
     def __init__(self, config: RelativeAttentionConfig, site: Site) -> None:
-        super().__init__(config.attention, site)
-        self.relative = config
-        rows = self.config.num_heads * config.num_profiles
-        self.mix_proj = Projection(rows, config.attention.hidden_size, site, shard=site.shard)
+        super().__init__()
+        attention = config.attention
+        self.config, self.sizes = config, attention.of(site.shard)
+        self.in_proj = QKVProjection(attention, site)
+        self.mix_proj = Projection(
+            self.sizes.num_heads * config.num_profiles, attention.hidden_size, site, shard=site.shard
+        )
         self.profiles_CX = site.parameter(config.num_profiles, config.num_distances)
-        self.conv = ResidualConvolution(WINDOW, sum(self.sizes[1:3]), config.num_taps, site)
+        self.norms, self.kv = QueryKeyNorms(attention, site), KeyValues(attention, site)
+        self.conv = ResidualConvolution(WINDOW, 2 * self.sizes.kv_rows, config.num_taps, site)
+        self.out_proj = SummedProjection(attention.hidden_size, self.sizes.query_rows, site)
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether it takes quantised rows."""
+        return self.in_proj.takes_quantized
 
     @property
     def spec(self) -> LayerSpec:
-        spec, parts = super().spec, [(rows, self.kv_shard.count) for rows in self.sizes[1:3]]
-        return replace(spec, states=(self.conv.window.divided(*parts, dim=1),), replay=(self.conv.logged,))
+        window = self.conv.window.divided(*self.kv.shares, dim=1)
+        return replace(self.kv.spec, states=(window,), replay=(self.conv.logged,))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._prepare_qkv, self._attend_relative = kernels[prepare_qkv], kernels[relative_attention]
 
-    def bind(self, memory: LayerMemory) -> Any:
+    def bind(self, memory: LayerMemory) -> RelativeAttentionMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return RelativeAttentionMemory(super().bind(memory), *self.conv.bind(memory))
+        return RelativeAttentionMemory(self.kv.bind(memory), *self.conv.bind(memory))
 
     def replay(self, batch: StepBatch, memory: RelativeAttentionMemory) -> None:
         """Advance the window over logged tokens alone."""
         self.conv.replay(batch, memory.window_SRC, memory.log)
 
-    def forward(self, hidden_TE: Any, step: Step, memory: Any) -> Tensor:
-        q_TO, kv_TO = self.in_proj.multiply(hidden_TE).split([self.sizes[0], sum(self.sizes[1:])], dim=-1)
+    def forward(self, hidden_TE: Rows, step: Step, memory: RelativeAttentionMemory) -> Tensor:
+        sizes = self.sizes
+        q_TO, kv_TO = self.in_proj.multiply(hidden_TE).split([sizes.query_rows, 2 * sizes.kv_rows], dim=-1)
         kv_TO = self.conv.convolve(kv_TO, step.batch, memory.window_SRC, memory.log)
-        k_TO, v_TO = kv_TO.split(self.sizes[1:3], dim=-1)
+        k_TO, v_TO = kv_TO.chunk(2, dim=-1)
         attention = step.batch.attention.of(memory.kv.lifetime)
-        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self._norm(), None, memory.kv, attention)
+        q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self.norms.of_heads, None, memory.kv, attention)
         mix_in_TE = hidden_TE if self.mix_proj.takes_quantized else plain_rows(hidden_TE)
-        mix_THC = self.mix_proj.multiply(mix_in_TE).unflatten(-1, (self.config.num_heads, -1))
-        if self.relative.log_scaling is not None:
-            factor_T11 = score_factors(step.batch.positions_T, self.relative.log_scaling).view(-1, 1, 1)
+        mix_THC = self.mix_proj.multiply(mix_in_TE).unflatten(-1, (sizes.num_heads, -1))
+        if self.config.log_scaling is not None:
+            factor_T11 = score_factors(step.batch.positions_T, self.config.log_scaling).view(-1, 1, 1)
             q_THD, mix_THC = ((x * factor_T11).to(x.dtype) for x in (q_THD, mix_THC))
         out_THD = self._attend_relative(
             q_THD,
@@ -148,19 +166,20 @@ class RelativeAttention(Attention):
             memory.kv,
             attention,
             step.batch.num_decodes,
-            scale=self.config.scale,
-            window_tokens=self.config.window_tokens,
+            scale=sizes.scale,
+            window_tokens=sizes.window_tokens,
         )
         return self.out_proj.multiply(out_THD.flatten(1))
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        yield from super().targets(prefix)
+        yield from self.in_proj.targets(prefix)
+        yield from self.out_proj.targets(f"{prefix}o_proj.")
+        yield from self.norms.targets(prefix)
         yield from self.mix_proj.targets(f"{prefix}r_proj.")
         yield f"{prefix}rel_logits_proj.proj", whole(self.profiles_CX)
-        taps = self.conv.taps_CW.unsqueeze(1).split(self.sizes[1:3])
-        for name, part in zip(("k", "v"), taps, strict=True):
-            yield f"{prefix}{name}_sconv.conv1d.weight", sharded(part, self.kv_shard)
+        for name, taps_CW in zip("kv", self.conv.taps_CW.chunk(2), strict=True):
+            yield f"{prefix}{name}_sconv.conv1d.weight", sharded(taps_CW.unsqueeze(1), self.kv.shard)
 
 
 def score_factors(positions_T: Tensor, scaling: LogScaling) -> Tensor:

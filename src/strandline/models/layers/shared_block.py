@@ -25,14 +25,14 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.kernels.rowwise.activation import geglu
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.attention import KV_HEADS
+from strandline.models.layers.attention_parts import AttentionConfig, QKVProjection
 from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.residual import ResidualNorm
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, sharded, whole
+from strandline.models.layers.targets import NamedTargets, whole
 from strandline.specs import LayerSpec, kv_spec
 
 
@@ -40,29 +40,18 @@ from strandline.specs import LayerSpec, kv_spec
 class SharedBlockConfig:
     """Sizes of the block and of its adapters."""
 
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: AttentionConfig
+    """Its input is the residual stream and the embeddings, side by side."""
     intermediate_size: int
     has_bias: bool
     """Whether the feed-forward part has one."""
-    eps: float
-    scale: float
-    """Factor of the products of queries and keys."""
     rank: int
     has_attention_adapters: bool
 
     def of(self, shard: Shard) -> "SharedBlockConfig":
         """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
-        return replace(
-            self,
-            num_heads=shard.part_of(self.num_heads, "attention heads"),
-            num_kv_heads=shard.shared(self.num_kv_heads, KV_HEADS).part_of(self.num_kv_heads, KV_HEADS),
-            intermediate_size=shard.part_of(
-                self.intermediate_size, "channels between a feed-forward part's projections"
-            ),
-        )
+        size = shard.part_of(self.intermediate_size, "channels between a feed-forward part's projections")
+        return replace(self, attention=self.attention.of(shard), intermediate_size=size)
 
 
 class SharedBlock(nn.Module):
@@ -75,17 +64,11 @@ class SharedBlock(nn.Module):
     def __init__(self, config: SharedBlockConfig, site: Site) -> None:
         super().__init__()
         self.shard, self.dtype = site.shard, site.dtype
-        kv_shard = site.shard.shared(config.num_kv_heads, KV_HEADS)
-        self.shards = [site.shard, kv_shard, kv_shard]
-        """Shards of queries, keys and values."""
+        self.qkv = QKVProjection(config.attention, site)
         self.config = config = config.of(site.shard)
-        hidden_size, size, has_bias = config.hidden_size, config.intermediate_size, config.has_bias
-        query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.sizes = [query_rows, kv_rows, kv_rows]
+        hidden_size, size, has_bias = config.attention.hidden_size, config.intermediate_size, config.has_bias
         self.norm_X = site.gain(2 * hidden_size)
-        self.qkv = Projection(sum(self.sizes), 2 * hidden_size, site)
-        """Rows: query, key, value."""
-        self.out_proj = SummedProjection(hidden_size, query_rows, site)
+        self.out_proj = SummedProjection(hidden_size, config.attention.query_rows, site)
         self.mlp_norm_E = site.gain(hidden_size)
         self.gate_up = Projection(2 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=2)
         self.down = SummedProjection(hidden_size, size, site, has_bias=has_bias)
@@ -94,8 +77,7 @@ class SharedBlock(nn.Module):
         """Yield the published tensors."""
         yield f"{prefix}input_layernorm.weight", whole(self.norm_X)
         yield f"{prefix}pre_ff_layernorm.weight", whole(self.mlp_norm_E)
-        for name, rows, shard in zip("qkv", self.qkv.weight_OI.split(self.sizes), self.shards, strict=True):
-            yield f"{prefix}self_attn.{name}_proj.weight", sharded(rows, shard)
+        yield from self.qkv.targets(f"{prefix}self_attn.")
         yield from self.out_proj.targets(f"{prefix}self_attn.o_proj.")
         yield from self.gate_up.targets(f"{prefix}feed_forward.gate_up_proj.")
         yield from self.down.targets(f"{prefix}feed_forward.down_proj.")
@@ -148,14 +130,16 @@ class SharedBlockUse(nn.Module):
         super().__init__()
         config = block.config
         self.block, self.mamba, self.norm, self.embed = block, mamba, norm, embed
-        self.norm_E = norm.weight(site, config.hidden_size)
-        self.linear = Projection(config.hidden_size, config.hidden_size, site)
+        hidden_size, qkv = config.attention.hidden_size, block.qkv
+        self.norm_E = norm.weight(site, hidden_size)
+        self.linear = Projection(hidden_size, hidden_size, site)
         gate_up = (2 * config.intermediate_size, block.shard, 2)
-        self.mlp_adapter = Adapter(config.hidden_size, config.rank, [gate_up], site)
+        self.mlp_adapter = Adapter(hidden_size, config.rank, [gate_up], site)
         self.attention_adapter = None
         if config.has_attention_adapters:
-            qkv = [(size, shard, 1) for size, shard in zip(block.sizes, block.shards, strict=True)]
-            self.attention_adapter = Adapter(2 * config.hidden_size, config.rank, qkv, site)
+            shards = (qkv.query_shard, qkv.kv_shard, qkv.kv_shard)
+            splits = [(size, shard, 1) for size, shard in zip(qkv.sizes, shards, strict=False)]
+            self.attention_adapter = Adapter(2 * hidden_size, config.rank, splits, site)
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
@@ -163,8 +147,8 @@ class SharedBlockUse(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        config, mamba = self.block.config, self.mamba.spec
-        dtype, num_shares = dtype_name(self.block.dtype), self.block.shards[1].count
+        config, mamba = self.block.config.attention, self.mamba.spec
+        dtype, num_shares = dtype_name(self.block.dtype), self.block.qkv.kv_shard.count
         kept = kv_spec(config.num_kv_heads, config.head_dim, dtype, num_shares=num_shares)
         return LayerSpec(kept.streams, mamba.states, mamba.log, mamba.replay)
 
@@ -195,10 +179,10 @@ class SharedBlockUse(nn.Module):
 
     def _block(self, stream_TE: Tensor, step: Step, memory: KVMemory) -> Tensor:
         """Return what the block makes of the stream, projected."""
-        block, config = self.block, self.block.config
+        block, eps = self.block, self.block.config.attention.eps
         x_TX = torch.cat((stream_TE, self.embed(step.batch.token_ids_T)), dim=-1)
-        attended_TE = self._attention(self._rms_norm(x_TX, block.norm_X, config.eps), step, memory)
-        normed_TE = self._rms_norm(attended_TE, block.mlp_norm_E, config.eps)
+        attended_TE = self._attention(self._rms_norm(x_TX, block.norm_X, eps), step, memory)
+        normed_TE = self._rms_norm(attended_TE, block.mlp_norm_E, eps)
         gate_up_TY = self.mlp_adapter.add_to(block.gate_up.multiply(normed_TE), normed_TE)
         return self.linear.multiply(self._sum(block.down.multiply(self._geglu(gate_up_TY))))
 
@@ -207,9 +191,10 @@ class SharedBlockUse(nn.Module):
         qkv_TY = block.qkv.multiply(x_TX)
         if self.attention_adapter is not None:
             qkv_TY = self.attention_adapter.add_to(qkv_TY, x_TX)
-        q_TO, k_TO, v_TO = qkv_TY.split(block.sizes, dim=-1)
+        q_TO, k_TO, v_TO, _ = qkv_TY.split(block.qkv.sizes, dim=-1)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, step.rotary, memory, step.batch.attention)
-        out_THD = self._attend(q_THD, memory, step.batch.attention, step.batch.num_decodes, scale=block.config.scale)
+        scale = block.config.attention.scale
+        out_THD = self._attend(q_THD, memory, step.batch.attention, step.batch.num_decodes, scale=scale)
         return self._sum(block.out_proj.multiply(out_THD.flatten(1)))
 
     def targets(self, prefix: str, block_prefix: str, use: int) -> NamedTargets:
