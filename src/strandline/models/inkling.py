@@ -26,10 +26,10 @@ from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
-from strandline.models.layers.convolved_layer import ConvolvedLayer, ConvolvedLayerMemory, convolutions_of_parts
-from strandline.models.layers.decoder import Decoder
+from strandline.models.layers.decoder import Decoder, DecoderLayer, LayerStates
 from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows, alternating
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.output_convolutions import OutputConvolutions
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, plain
@@ -115,7 +115,7 @@ class SharedRouterMoe(SigmoidMoe):
         return self.experts.rows(range(num_routed)), self.experts.rows(range(num_routed, self.bias_X.numel()))
 
 
-class PreNormLayer(ConvolvedLayer[RelativeAttention, GatedMlp | SharedRouterMoe]):
+class PreNormLayer(DecoderLayer[RelativeAttention, GatedMlp | SharedRouterMoe]):
     """Attention, then a feed-forward part, which is scaled; what each adds to the stream is convolved over time."""
 
     def __init__(
@@ -127,24 +127,28 @@ class PreNormLayer(ConvolvedLayer[RelativeAttention, GatedMlp | SharedRouterMoe]
         num_taps: int,
         site: Site,
     ) -> None:
-        residuals = PreNorm(norm, hidden_size, site), PreNorm(norm, hidden_size, site)
-        super().__init__(mixer, mlp, residuals, convolutions_of_parts(hidden_size, num_taps, site))
+        norms = PreNorm(norm, hidden_size, site), PreNorm(norm, hidden_size, site)
+        convs = OutputConvolutions(hidden_size, num_taps, site)
+        super().__init__(mixer, mlp, *norms, stateful=convs)
+        self.norms, self.convs = norms, convs
         self.mlp_scale = site.gain(1)
 
-    def forward(self, stream: Stream, step: Step, memory: ConvolvedLayerMemory) -> Stream:
+    def forward(self, stream: Stream, step: Step, memory: LayerStates) -> Stream:
         """Return the residual stream after the layer."""
-        mixed: Stream = self.mix(stream, step, memory.mixer)
-        convolved_TE = self.mixer_conv.convolve(mixed.output(self._sum), step.batch, *memory.mixer_window)
-        fed: Stream = self.feed(Stream(mixed.residual_TE, convolved_TE))
-        scaled_TE = fed.output(self._sum).mul_(self.mlp_scale)
-        return Stream(fed.residual_TE, self.mlp_conv.convolve(scaled_TE, step.batch, *memory.mlp_window))
+        batch, windows = step.batch, memory.other
+        before_mixer, before_mlp = self.norms
+        hidden_TE, stream = before_mixer.enter(stream)
+        mixed_TE = self.convs.of_mixer(self.mixer(hidden_TE, step, memory.mixer), batch, windows)
+        hidden_TE, stream = before_mlp.enter(Stream(stream.residual_TE, mixed_TE))
+        fed_TE = self.convs.of_mlp(self.mlp(hidden_TE), batch, windows, self.mlp_scale)
+        return Stream(stream.residual_TE, fed_TE)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the tensors of norms, convolutions and the scale, as transformers names them."""
         yield f"{prefix}input_layernorm.weight", whole(self.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(self.mlp_norm_E)
-        yield f"{prefix}attn_sconv.conv1d.weight", whole(self.mixer_conv.taps_CW.unsqueeze(1))
-        yield f"{prefix}mlp_sconv.conv1d.weight", whole(self.mlp_conv.taps_CW.unsqueeze(1))
+        yield f"{prefix}attn_sconv.conv1d.weight", whole(self.convs.mixer.filter.taps_CW.unsqueeze(1))
+        yield f"{prefix}mlp_sconv.conv1d.weight", whole(self.convs.mlp.filter.taps_CW.unsqueeze(1))
         owner = "mlp.gate" if isinstance(self.mlp, SharedRouterMoe) else "mlp"
         yield f"{prefix}{owner}.global_scale", whole(self.mlp_scale)
 

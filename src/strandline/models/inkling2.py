@@ -35,9 +35,9 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.inkling import LAYER_TYPES, PUBLISHED, SLIDING
 from strandline.models.layers.blocks import BlockEnds, BlockReader, BlockStream
 from strandline.models.layers.clipped_attention import ClippedAttention, ClippedAttentionConfig
-from strandline.models.layers.convolved_layer import ConvolvedLayer, ConvolvedLayerMemory, convolutions_of_parts
-from strandline.models.layers.decoder import Decoder
+from strandline.models.layers.decoder import Decoder, DecoderLayer, LayerStates
 from strandline.models.layers.experts import MAX_EXPERTS, alternating
+from strandline.models.layers.output_convolutions import OutputConvolutions
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -46,7 +46,7 @@ from strandline.models.layers.targets import NamedTargets, spanned, whole
 MAX_CAP: Final = 1e6
 
 
-class BlockLayer(ConvolvedLayer[ClippedAttention, SigmoidMoe]):
+class BlockLayer(DecoderLayer[ClippedAttention, SigmoidMoe]):
     """Attention, then experts, whose outputs are convolved and added to the block under way.
 
     Args:
@@ -65,22 +65,23 @@ class BlockLayer(ConvolvedLayer[ClippedAttention, SigmoidMoe]):
         begins_block: bool,
     ) -> None:
         num_taps = mixer.config.relative.num_taps
-        convolutions = convolutions_of_parts(hidden_size, num_taps, site, 1 / sqrt(num_taps + 1))
-        super().__init__(mixer, mlp, (None, None), convolutions)
+        convs = OutputConvolutions(hidden_size, num_taps, site, 1 / sqrt(num_taps + 1))
+        super().__init__(mixer, mlp, None, None, stateful=convs)
+        self.convs = convs
         self.begins_block, self.dtype = begins_block, site.dtype
         self.mixer_reader, self.mlp_reader = readers
 
-    def forward(self, stream: BlockStream, step: Step, memory: ConvolvedLayerMemory) -> BlockStream:
+    def forward(self, stream: BlockStream, step: Step, memory: LayerStates) -> BlockStream:
         """Return the blocks after the layer."""
+        batch, windows = step.batch, memory.other
         inputs_QTE, block_TE = self.mixer_reader(stream, self.dtype)
-        mixed_TE = self._sum(self.mixer(inputs_QTE, step, memory.mixer))
-        mixed_TE = self.mixer_conv.convolve(mixed_TE, step.batch, *memory.mixer_window)
+        mixed_TE = self.convs.of_mixer(self.mixer(inputs_QTE, step, memory.mixer), batch, windows)
         if self.begins_block:
             stream = stream.finished(block_TE)
         stream = stream._replace(block=OpenBlock(None if self.begins_block else block_TE, mixed_TE))
         # Within a layer the sum is not rounded.
         inputs_QTE, block_TE = self.mlp_reader(stream, torch.float32)
-        fed_TE = self.mlp_conv.convolve(self._sum(self.mlp(inputs_QTE[0])), step.batch, *memory.mlp_window)
+        fed_TE = self.convs.of_mlp(self.mlp(inputs_QTE[0]), batch, windows)
         return stream._replace(block=OpenBlock(block_TE, fed_TE))
 
     def targets(self, prefix: str) -> NamedTargets:
@@ -91,8 +92,8 @@ class BlockLayer(ConvolvedLayer[ClippedAttention, SigmoidMoe]):
         for name, norm_E in zip(names, norm_QE, strict=True):
             yield f"{prefix}{name}.weight", whole(norm_E)
         yield f"{prefix}mlp_norm.weight", whole(self.mlp_reader.norm_QE[0])
-        yield f"{prefix}attn_sconv.weight", whole(self.mixer_conv.taps_CW.unsqueeze(1))
-        yield f"{prefix}mlp_sconv.weight", whole(self.mlp_conv.taps_CW.unsqueeze(1))
+        yield f"{prefix}attn_sconv.weight", whole(self.convs.mixer.filter.taps_CW.unsqueeze(1))
+        yield f"{prefix}mlp_sconv.weight", whole(self.convs.mlp.filter.taps_CW.unsqueeze(1))
         experts, bias_X = self.mlp.experts, self.mlp.bias_X
         assert bias_X is not None
         held, num = experts.held, experts.config.num_experts

@@ -93,7 +93,7 @@ def _gated_delta_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
         yield f"{prefix}{name}_proj.weight", sharded(rows, mixer.shard)
     for name, rows in {"g": z, "b": b, "a": a}.items():
         yield f"{prefix}{name}_proj.weight", sharded(rows, mixer.shard)
-    for name, taps in zip("qkv", mixer.conv.weight_CW.split(mixer.conv_sizes), strict=True):
+    for name, taps in zip("qkv", mixer.conv.filter.weight_CW.split(mixer.conv_sizes), strict=True):
         yield f"{prefix}{name}_conv1d.weight", sharded(taps.unsqueeze(1), mixer.shard)
     yield f"{prefix}A_log", sharded(mixer.A_log_H, mixer.shard)
     yield f"{prefix}dt_bias", sharded(mixer.dt_bias_H, mixer.shard)

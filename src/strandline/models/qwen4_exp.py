@@ -23,10 +23,10 @@ from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetCon
 from strandline.models.layers.gated_streams import GatedMix, GatedStreamsConfig, LastGatedMix
 from strandline.models.layers.indexed_attention import IndexedAttention, IndexedAttentionConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesConfig
+from strandline.models.layers.ngram_features import FeaturesLayer, NgramFeatures, NgramFeaturesConfig
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
-from strandline.models.layers.streams import FeaturesLayer, StreamsEnds, StreamsResidual, mixes_of
+from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets
 from strandline.models.qwen3_5 import in_proj_targets
 from strandline.models.vision.tower import VisionTower, tower_builder

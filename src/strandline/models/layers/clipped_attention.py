@@ -31,7 +31,7 @@ from strandline.kernels.rowwise.head_clip import clip_heads
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.attention_parts import KeyValues, QueryKeyNorm
-from strandline.models.layers.convolution import Delays, ResidualConvolution
+from strandline.models.layers.convolution import CausalConvolution, Delays, ResidualTaps
 from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
 from strandline.models.layers.relative_attention import (
     WINDOW,
@@ -99,12 +99,13 @@ class ClippedAttention(nn.Module):
         self.profiles_CX = site.parameter(relative.num_profiles, relative.num_distances)
         self.out_proj = SummedProjection(own.hidden_size, own.query_rows, site)
         num_channels, num_taps = 2 * own.kv_rows, relative.num_taps
-        self.conv: Delays | ResidualConvolution
+        taps: Delays | ResidualTaps
         if config.is_dynamic:
-            self.conv = Delays(WINDOW, num_channels, num_taps, site)
+            taps = Delays(num_channels, num_taps - 1, site)
             self.taps_WC = site.parameter(num_taps, num_channels)
         else:
-            self.conv = ResidualConvolution(WINDOW, num_channels, num_taps, site, scale=1 / sqrt(num_taps + 1))
+            taps = ResidualTaps(num_channels, num_taps, site, scale=1 / sqrt(num_taps + 1))
+        self.conv = CausalConvolution(taps, None, site, WINDOW)
         ones_D = torch.ones(own.head_dim, dtype=site.dtype, device=site.device)
         self.register_buffer("ones_D", ones_D, persistent=False)
 
@@ -112,7 +113,7 @@ class ClippedAttention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        num_copies = self.conv.num_delays if isinstance(self.conv, Delays) else 1
+        num_copies = self.conv.filter.num_delays if isinstance(self.conv.filter, Delays) else 1
         window = self.conv.window.divided(*[*self.kv.shares] * num_copies, dim=1)
         return replace(self.kv.spec, states=(window,), replay=(self.conv.logged,))
 
@@ -168,8 +169,10 @@ class ClippedAttention(nn.Module):
         parts = (x_TO.split(self.kv_sizes, dim=-1) for x_TO in projected)
         kv_TO, dynamic_TO = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
         where = (batch, memory.window_SRC, memory.log)
-        if isinstance(self.conv, Delays):
-            kv_TO = self._weighed((kv_TO, *self.conv.delayed(kv_TO, *where)), dynamic_TO)
+        if isinstance(self.conv.filter, Delays):
+            num_delays = self.conv.filter.num_delays
+            delayed = self.conv.convolve(kv_TO.repeat(1, num_delays), *where).chunk(num_delays, dim=-1)
+            kv_TO = self._weighed((kv_TO, *delayed), dynamic_TO)
         else:
             kv_TO = self.conv.convolve(kv_TO, *where)
         heads = (2, self.sizes.num_kv_heads, self.sizes.head_dim)
@@ -197,12 +200,12 @@ class ClippedAttention(nn.Module):
         for index, (name, proj) in enumerate({"k": self.k_proj, "v": self.v_proj}.items()):
             rows, dynamic = proj.weight_OI.split(self.kv_sizes)
             yield f"{prefix}w{name}_dv.weight", sharded(rows, self.kv.shard)
-            if isinstance(self.conv, Delays):
+            if isinstance(self.conv.filter, Delays):
                 taps_WC = self.taps_WC.chunk(2, dim=1)[index]
                 yield f"{prefix}{name}_sconv.weight_proj", sharded(dynamic, self.kv.shard)
                 yield f"{prefix}{name}_sconv.static_w", sharded(taps_WC, self.kv.shard, dim=1)
             else:
-                taps_CW = self.conv.taps_CW.chunk(2)[index]
+                taps_CW = self.conv.filter.taps_CW.chunk(2)[index]
                 yield f"{prefix}{name}_sconv.weight", sharded(taps_CW.unsqueeze(1), self.kv.shard)
         yield from self.out_proj.targets(f"{prefix}wo_ud.")
         yield f"{prefix}q_l2_clip.scale", sharded(self.q_scale_HD, self.shard)

@@ -25,15 +25,14 @@ from strandline.kernels.attention.qkv import HeadNorm, prepare_qkv
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
-from strandline.kernels.recurrences.conv1d import Convolution
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.models.layers.attention_parts import AttentionConfig, KeyValues, QueryKeyNorm
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComposedFilter
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
-from strandline.specs import LayerSpec, TensorSpec
+from strandline.specs import LayerSpec
 
 NORM_EPS: Final = 1e-12
 """Epsilon of the heads' norm, which keeps a head of zeros finite."""
@@ -67,8 +66,8 @@ class ConvolvedAttentionMemory:
     log: ReplayLog
 
 
-class DelayedConvolution(CausalConvolution):
-    """The depthwise convolution at each delay, of copies of the channels, and other channels delayed by one token.
+class DelayedTaps(ComposedFilter):
+    """The taps at each delay, for copies of the channels, and others that delay channels by one token.
 
     Args:
         num_channels: to be convolved.
@@ -76,29 +75,24 @@ class DelayedConvolution(CausalConvolution):
         num_others: channels that are only delayed; they follow the copies.
     """
 
-    shifts_C: Tensor
-
     def __init__(self, num_channels: int, num_taps: int, num_delays: int, num_others: int, site: Site) -> None:
         all_channels, all_taps = num_delays * num_channels + num_others, num_taps + num_delays - 1
-        super().__init__(all_channels, all_taps, None, site, has_bias=False, composed_dtype=site.dtype)
+        super().__init__(all_channels, all_taps, site)
         self.num_delays = num_delays
         self.taps_CK = site.parameter(num_channels, num_taps)
         self.shift_C = site.parameter(num_channels)
-        shifts_C = torch.zeros(all_channels, dtype=site.dtype, device=site.device)
-        self.register_buffer("shifts_C", shifts_C, persistent=False)
+        self.register_buffer("bias_C", self.weight_CW.new_zeros(all_channels), persistent=False)
 
-    @property
-    def _convolution(self) -> Convolution:
-        return Convolution(self.weight_CW, self.shifts_C, None)
+    bias_C: Tensor
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
+        """Fill the filter."""
+        del kernels
         num_channels, num_taps = self.taps_CK.shape
         for copy in range(self.num_delays):
             rows = slice(copy * num_channels, (copy + 1) * num_channels)
             self.weight_CW[rows, copy : copy + num_taps] = self.taps_CK
-            self.shifts_C[rows] = self.shift_C
+            self.bias_C[rows] = self.shift_C
         self.weight_CW[self.num_delays * num_channels :, -2] = 1.0
 
 
@@ -119,7 +113,9 @@ class ConvolvedAttention(nn.Module):
         self.sizes = [attention.query_rows, attention.kv_rows, num_delayed, num_delayed]
         self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: query, key, half of the value, and the other half, of which the previous token's is read."""
-        self.conv = DelayedConvolution(num_convolved, num_taps, num_delays, num_delayed, site)
+        self.conv = CausalConvolution(
+            DelayedTaps(num_convolved, num_taps, num_delays, num_delayed, site), None, site, "window"
+        )
         self.grouped_CDK = site.parameter(num_convolved, head_dim, num_delays)
         self.grouped_bias_C = site.parameter(num_convolved)
         self.key_scale_G = site.parameter(attention.num_kv_heads)
@@ -131,8 +127,7 @@ class ConvolvedAttention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        replay = TensorSpec("x", self.conv.weight_CW.shape[:1], dtype_name(self.dtype))
-        return replace(self.kv.spec, states=(self.conv.window,), replay=(replay,))
+        return replace(self.kv.spec, states=(self.conv.window,), replay=(replace(self.conv.logged, name="x"),))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -148,8 +143,7 @@ class ConvolvedAttention(nn.Module):
 
     def replay(self, batch: StepBatch, memory: ConvolvedAttentionMemory) -> None:
         """Advance the window over logged tokens alone."""
-        no_x = self.conv.weight_CW.new_empty(0, len(self.conv.weight_CW))
-        self.conv.convolve(no_x, batch, memory.window_SRC, memory.log)
+        self.conv.replay(batch, memory.window_SRC, memory.log)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: ConvolvedAttentionMemory) -> Tensor:
         q_TO, k_TO, v_TO = self._convolved(hidden_TE, step.batch, memory)
@@ -166,7 +160,7 @@ class ConvolvedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values."""
         q_TO, k_TO, v_TO, delayed_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
-        x_TC = torch.cat((*(q_TO, k_TO) * self.conv.num_delays, delayed_TO), dim=-1)
+        x_TC = torch.cat((*(q_TO, k_TO) * self.conv.filter.num_delays, delayed_TO), dim=-1)
         y_TC = self.conv.convolve(x_TC, batch, memory.window_SRC, memory.log)
         num_delayed = self.sizes[-1]
         y_TC, delayed_TO = y_TC.split([y_TC.shape[1] - num_delayed, num_delayed], dim=-1)
@@ -177,7 +171,7 @@ class ConvolvedAttention(nn.Module):
 
     def _mixed(self, y_TC: Tensor) -> Tensor:
         """Return the second convolution of queries and keys, given the first at each delay, the longest first."""
-        head_dim, num_delays = self.config.head_dim, self.conv.num_delays
+        head_dim, num_delays = self.config.head_dim, self.conv.filter.num_delays
         y_TAI = y_TC.unflatten(-1, (num_delays, -1, head_dim)).transpose(1, 2).flatten(2)
         return self._head_linear(y_TAI, self._mix_ADI).flatten(1) + self.grouped_bias_C
 
@@ -193,8 +187,8 @@ class ConvolvedAttention(nn.Module):
         names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
         for name, rows in zip(names, self.in_proj.weight_OI.split(self.sizes), strict=True):
             yield f"{prefix}qkv_proj.{name}.weight", whole(rows)
-        yield f"{prefix}qkv_proj.conv_qk_depthwise.weight", whole(self.conv.taps_CK.unsqueeze(1))
-        yield f"{prefix}qkv_proj.conv_qk_depthwise.bias", whole(self.conv.shift_C)
+        yield f"{prefix}qkv_proj.conv_qk_depthwise.weight", whole(self.conv.filter.taps_CK.unsqueeze(1))
+        yield f"{prefix}qkv_proj.conv_qk_depthwise.bias", whole(self.conv.filter.shift_C)
         yield f"{prefix}qkv_proj.conv_qk_grouped.weight", whole(self.grouped_CDK)
         yield f"{prefix}qkv_proj.conv_qk_grouped.bias", whole(self.grouped_bias_C)
         yield f"{prefix}qk_norm.temp", whole(self.key_scale_G)

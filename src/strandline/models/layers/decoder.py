@@ -8,9 +8,10 @@ encoded tokens of pictures.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,27 @@ class ReplayingMixer(Mixer, Protocol):
         """Advance the states over logged tokens alone; the batch has no rows of its own."""
 
 
+class StatefulPart(Protocol):
+    """A part of a layer that keeps states besides those of the mixer; a module, which the layer's ``forward`` calls."""
+
+    @property
+    def spec(self) -> LayerSpec:
+        """States that it keeps, and what is logged of drafts."""
+
+    def bind(self, memory: LayerMemory) -> Any:
+        """Return its memory as its functions take it."""
+
+    def replay(self, batch: StepBatch, memory: Any) -> None:
+        """Advance its states over logged tokens alone; the batch has no rows of its own."""
+
+
+class LayerStates(NamedTuple):
+    """What the mixer and the other stateful part of a layer keep, as they take it."""
+
+    mixer: Any
+    other: Any
+
+
 MixerT_co = TypeVar("MixerT_co", bound=Mixer | None, covariant=True)
 FeedForwardT_co = TypeVar("FeedForwardT_co", bound=FeedForward | None, covariant=True)
 MixerT = TypeVar("MixerT", bound=Mixer | None)
@@ -89,6 +111,7 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
         mlp: a module; None: the layer has none.
         mixer_residual: connects the mixer.
         mlp_residual: connects the feed-forward part.
+        stateful: another part that keeps states: for a family whose ``forward`` calls it. None: there is none.
     """
 
     def __init__(
@@ -97,9 +120,11 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
         mlp: FeedForwardT_co,
         mixer_residual: Residual | None,
         mlp_residual: Residual | None,
+        *,
+        stateful: StatefulPart | None = None,
     ) -> None:
         super().__init__()
-        self.mixer, self.mlp = mixer, mlp
+        self.mixer, self.mlp, self.stateful = mixer, mlp, stateful
         self.mixer_residual, self.mlp_residual = mixer_residual, mlp_residual
 
     @property
@@ -126,7 +151,11 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec() if self.mixer is None else self.mixer.spec
+        spec = LayerSpec() if self.mixer is None else self.mixer.spec
+        if self.stateful is None:
+            return spec
+        own = self.stateful.spec
+        return replace(spec, states=(*spec.states, *own.states), replay=(*spec.replay, *own.replay))
 
     @property
     def recurrence(self) -> Recurrence[Any, Any] | None:
@@ -134,10 +163,17 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
 
     def bind(self, memory: LayerMemory) -> Any:
         """Return the layer's memory as ``forward`` takes it."""
-        return None if self.mixer is None else self.mixer.bind(memory)
+        if self.mixer is None or self.stateful is None:
+            return None if self.mixer is None else self.mixer.bind(memory)
+        logged = {log.name for log in self.mixer.spec.replay}
+        replay = memory.replay and {name: log for name, log in memory.replay.items() if name in logged}
+        return LayerStates(self.mixer.bind(replace(memory, replay=replay)), self.stateful.bind(memory))
 
     def replay(self, batch: StepBatch, memory: Any) -> None:
         """Advance the states over logged tokens alone; only of a layer whose spec says what is logged."""
+        if self.stateful is not None:
+            memory, other = memory
+            self.stateful.replay(batch, other)
         cast(ReplayingMixer, self.mixer).replay(batch, memory)
 
     def forward(self, stream: Any, step: Step, memory: Any) -> Any:

@@ -31,7 +31,7 @@ from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRe
 from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gated
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, Taps
 from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
 from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.shard import Shard
@@ -123,7 +123,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj = Projection(sum(self.sizes), config.hidden_size, site)
         """Rows: query, key, value, output gate (z), write strength (b), decay (a), and zeros."""
         self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
-        self.conv = CausalConvolution(self.sizes[0], config.num_taps, "silu", site, has_bias=False)
+        self.conv = CausalConvolution(Taps(self.sizes[0], config.num_taps, site), "silu", site)
         self.A_log_H = site.parameter(self.num_heads, dtype=torch.float32)
         self.dt_bias_H = site.parameter(self.num_heads, dtype=torch.float32)
         self.norm_V = site.gain(self.value_dim)
@@ -156,7 +156,7 @@ class GatedDeltaNet(nn.Module):
 
     def replay(self, batch: StepBatch, memory: GatedDeltaNetMemory) -> None:
         """Advance the states over logged tokens alone."""
-        no_x, no_heads = (self.conv.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.num_heads))
+        no_x, no_heads = (self.conv.filter.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.num_heads))
         self._prefill(no_x, no_heads, no_heads, batch, memory)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: GatedDeltaNetMemory) -> Tensor:
@@ -212,8 +212,8 @@ class GatedDeltaNet(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield Qwen's published tensors, except the input projections, which differ between its generations."""
-        shards = [self.shard] * len(self.conv_sizes)
-        yield from self.conv.targets(f"{prefix}conv1d.", partial(stacked_rows, sizes=self.conv_sizes, shards=shards))
+        split = partial(stacked_rows, sizes=self.conv_sizes, shards=[self.shard] * len(self.conv_sizes))
+        yield from self.conv.filter.targets(f"{prefix}conv1d.", split)
         yield f"{prefix}A_log", sharded(self.A_log_H, self.shard)
         yield f"{prefix}dt_bias", sharded(self.dt_bias_H, self.shard)
         yield f"{prefix}norm.weight", whole(self.norm_V)

@@ -24,7 +24,7 @@ from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
-from strandline.models.layers.convolution import CausalConvolution
+from strandline.models.layers.convolution import CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.shard import Shard
@@ -77,7 +77,7 @@ class GriffinLayer(nn.Module):
         self.recurrence = StateRecurrence[GatedUnitInputs]((rglru_prefill, rglru_decode), (size,), config.state_dtype)
         self.in_proj = Projection(2 * size, config.hidden_size, site, has_bias=True)
         """Rows: the gelu units (y), what is convolved (x)."""
-        self.conv = CausalConvolution(size, config.num_taps, None, site, has_bias=True)
+        self.conv = CausalConvolution(Taps(size, config.num_taps, site, has_bias=True), None, site)
         self.input_gate_HWW = site.parameter(num_blocks, width, width)
         self.input_bias_HW = site.parameter(num_blocks, width)
         self.decay_gate_HWW = site.parameter(num_blocks, width, width)
@@ -106,8 +106,8 @@ class GriffinLayer(nn.Module):
 
     def replay(self, batch: StepBatch, memory: GriffinMemory) -> None:
         """Advance the states over logged tokens alone."""
-        no_x, no_first = (self.conv.weight_CW.new_empty(0, size) for size in (len(self.rate_V), 1))
-        self.conv.convolve(no_x, batch, memory.window_SRC, memory.conv_log)
+        no_x, no_first = (self.input_bias_HW.new_empty(0, size) for size in (len(self.rate_V), 1))
+        self.conv.replay(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_x, no_first), batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: GriffinMemory) -> Tensor:
@@ -135,7 +135,7 @@ class GriffinLayer(nn.Module):
             for name, part in zip("yx", rows.chunk(2), strict=True):
                 yield f"{prefix}linear_{name}.{kind}", sharded(part, self.shard)
         yield from self.out_proj.targets(f"{prefix}linear_out.")
-        yield from self.conv.targets(f"{prefix}conv_1d.", partial(sharded, shard=self.shard))
+        yield from self.conv.filter.targets(f"{prefix}conv_1d.", partial(sharded, shard=self.shard))
         by_block = {
             "input_gate_weight": self.input_gate_HWW,
             "input_gate_bias": self.input_bias_HW,

@@ -24,7 +24,7 @@ from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm_sigmoid_gated
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.shard import Shard
@@ -97,7 +97,7 @@ class KimiDeltaAttention(nn.Module):
         self.sizes = [3 * size, of_gates, of_gates, num_heads]
         self.in_proj = Projection(sum(self.sizes), hidden_size, site)
         """Rows: query, key, value; decays (f) and output gates (g), or what they are made of; write strength (b)."""
-        self.conv = CausalConvolution(3 * size, config.num_taps, "silu", site, has_bias=False)
+        self.conv = CausalConvolution(Taps(3 * size, config.num_taps, site), "silu", site)
         self.f_proj = self.g_proj = None
         if config.is_low_rank:
             self.f_proj = Projection(size, head_dim, site, shard=site.shard)
@@ -130,9 +130,9 @@ class KimiDeltaAttention(nn.Module):
 
     def replay(self, batch: StepBatch, memory: KimiDeltaAttentionMemory) -> None:
         """Advance the states over logged tokens alone."""
-        by_head, weight = (self.config.num_heads, self.config.head_dim), self.conv.weight_CW
+        by_head, weight = (self.config.num_heads, self.config.head_dim), self.conv.filter.weight_CW
         no_heads, no_b = weight.new_empty(0, *by_head), weight.new_empty(0, by_head[0])
-        self.conv.convolve(weight.new_empty(0, len(weight)), batch, memory.window_SRC, memory.conv_log)
+        self.conv.replay(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_heads, no_heads, no_heads, no_heads, no_b), batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: KimiDeltaAttentionMemory) -> Tensor:
@@ -155,7 +155,7 @@ class KimiDeltaAttention(nn.Module):
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
         qkv, f, g, b = self.in_proj.weight_OI.split(self.sizes)
-        for name, rows, taps in zip("qkv", qkv.chunk(3), self.conv.weight_CW.chunk(3), strict=True):
+        for name, rows, taps in zip("qkv", qkv.chunk(3), self.conv.filter.weight_CW.chunk(3), strict=True):
             yield f"{prefix}{name}_proj.weight", sharded(rows, self.shard)
             yield f"{prefix}{name}_conv1d.weight", sharded(taps.unsqueeze(1), self.shard)
         yield f"{prefix}b_proj.weight", sharded(b, self.shard)

@@ -27,7 +27,7 @@ from strandline.kernels.recurrences.mamba1_log import mamba1_decode_logged, mamb
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.convolution import CausalConvolution
+from strandline.models.layers.convolution import CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.site import Site, dtype_name
@@ -87,7 +87,7 @@ class Mamba1Layer(nn.Module):
         size = site.shard.part_of(config.num_channels, "channels of Mamba")
         self.in_proj = Projection(2 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=2)
         """Rows: values (x), output gate (z)."""
-        self.conv = CausalConvolution(size, config.num_taps, "silu", site, has_bias=config.has_conv_bias)
+        self.conv = CausalConvolution(Taps(size, config.num_taps, site, has_bias=config.has_conv_bias), "silu", site)
         self.sizes = [config.dt_rank, config.state_dim, config.state_dim]
         self.x_proj = SummedProjection(sum(self.sizes), size, site)
         """Rows: what time steps are made of, input projection (B), output projection (C)."""
@@ -126,8 +126,8 @@ class Mamba1Layer(nn.Module):
     def replay(self, batch: StepBatch, memory: Mamba1LayerMemory) -> None:
         """Advance the states over logged tokens alone."""
         num_channels, state_dim = self.A_log_VK.shape
-        no_x, no_projected = (self.conv.weight_CW.new_empty(0, size) for size in (num_channels, state_dim))
-        self.conv.convolve(no_x, batch, memory.window_SRC, memory.conv_log)
+        no_x, no_projected = (self.conv.filter.weight_CW.new_empty(0, size) for size in (num_channels, state_dim))
+        self.conv.replay(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_projected, no_projected, no_x), batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: Mamba1LayerMemory) -> Tensor:
@@ -152,7 +152,7 @@ class Mamba1Layer(nn.Module):
         """Yield the published tensors."""
         yield from self.in_proj.targets(f"{prefix}in_proj.")
         yield from self.out_proj.targets(f"{prefix}out_proj.")
-        yield from self.conv.targets(f"{prefix}conv1d.", partial(sharded, shard=self.shard))
+        yield from self.conv.filter.targets(f"{prefix}conv1d.", partial(sharded, shard=self.shard))
         yield from self.x_proj.targets(f"{prefix}x_proj.")
         yield from self.dt_proj.targets(f"{prefix}dt_proj.")
         yield f"{prefix}dt_proj.bias", sharded(self.dt_bias_V, self.shard)

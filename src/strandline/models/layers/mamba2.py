@@ -32,13 +32,13 @@ from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ScaledConvolution
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComposedFilter, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, Target, sharded, stacked, stacked_rows
+from strandline.models.layers.targets import NamedTargets, Split, Target, sharded, stacked, stacked_rows
 from strandline.models.layers.wide_norm import bind_mean_square
 from strandline.specs import LayerSpec, TensorSpec
 
@@ -137,6 +137,33 @@ class Mamba2Memory:
     replay: ReplayLog
 
 
+class ScaledTaps(ComposedFilter):
+    """Taps times a factor of each channel's inputs: float32, as products are.
+
+    Args:
+        factor_C: float32.
+    """
+
+    factor_C: Tensor
+
+    def __init__(self, factor_C: Tensor, num_taps: int, site: Site, *, has_bias: bool) -> None:
+        super().__init__(len(factor_C), num_taps, site, torch.float32)
+        self.taps_CW = site.parameter(len(factor_C), num_taps)
+        self.bias_C = site.parameter(len(factor_C)) if has_bias else None
+        self.register_buffer("factor_C", factor_C, persistent=False)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Fill the filter."""
+        del kernels
+        torch.mul(self.taps_CW, self.factor_C.unsqueeze(1), out=self.weight_CW)
+
+    def targets(self, prefix: str, split: Split) -> NamedTargets:
+        """Yield the published tensors, as ``Taps.targets``."""
+        yield f"{prefix}weight", split(self.taps_CW.unsqueeze(1))
+        if self.bias_C is not None:
+            yield f"{prefix}bias", split(self.bias_C)
+
+
 class Mamba2Layer(nn.Module):
     """The recurrent layer.
 
@@ -159,19 +186,19 @@ class Mamba2Layer(nn.Module):
         self.in_proj = Projection(sum(self.sizes), config.hidden_size, site, has_bias=config.has_bias)
         """Rows: values (x), input projection (B), output projection (C), output gate (z), time step (dt)."""
         self.multipliers = config.multipliers or Multipliers()
-        self.conv = self._convolution(site)
+        self.conv = CausalConvolution(self._filter(site), "silu", site)
         self.A_log_H = site.parameter(num_heads, dtype=torch.float32)
         self.dt_bias_H = site.parameter(num_heads, dtype=torch.float32)
         self.D_H = site.gain(num_heads, dtype=torch.float32)
         self.norm_O = site.gain(inner_rows) if config.has_norm else None
         self.out_proj = SummedProjection(config.hidden_size, inner_rows, site, has_bias=config.has_out_bias)
 
-    def _convolution(self, site: Site) -> CausalConvolution:
+    def _filter(self, site: Site) -> "Taps | ScaledTaps":
         config, (_, *factors, _) = self.config, self.multipliers
         if factors == [1.0] * 3:
-            return CausalConvolution(self.sizes[0], config.num_taps, "silu", site, has_bias=config.has_conv_bias)
+            return Taps(self.sizes[0], config.num_taps, site, has_bias=config.has_conv_bias)
         factor_C = torch.tensor(factors).repeat_interleave(torch.tensor(self.conv_sizes)).to(site.device)
-        return ScaledConvolution(factor_C, config.num_taps, "silu", site, has_bias=config.has_conv_bias)
+        return ScaledTaps(factor_C, config.num_taps, site, has_bias=config.has_conv_bias)
 
     @property
     def spec(self) -> LayerSpec:
@@ -196,7 +223,7 @@ class Mamba2Layer(nn.Module):
     def replay(self, batch: StepBatch, memory: Mamba2Memory) -> None:
         """Advance the states over logged tokens alone."""
         sizes, dtype = (self.sizes[0], self.sizes[2]), self.conv.dtype
-        no_x, no_dt = (self.conv.weight_CW.new_empty(0, size, dtype=dtype) for size in sizes)
+        no_x, no_dt = (self.conv.filter.weight_CW.new_empty(0, size, dtype=dtype) for size in sizes)
         self._prefill(no_x, no_dt, batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: Mamba2Memory) -> Tensor:
@@ -249,7 +276,7 @@ class Mamba2Layer(nn.Module):
                 z_target, dt_target = (sharded(rows, self.shard) for rows in (z, dt))
                 yield f"{prefix}in_proj.{kind}", stacked(z_target, self._conv_target(xBC), dt_target)
         yield from self.out_proj.targets(f"{prefix}out_proj.")
-        yield from self.conv.targets(f"{prefix}conv1d.", self._conv_target)
+        yield from self.conv.filter.targets(f"{prefix}conv1d.", self._conv_target)
         for name, values in {"A_log": self.A_log_H, "D": self.D_H, "dt_bias": self.dt_bias_H}.items():
             yield f"{prefix}{name}", sharded(values, self.shard)
         if self.norm_O is not None:

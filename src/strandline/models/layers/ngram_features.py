@@ -18,7 +18,7 @@ a window's memory, O rows of a fused projection; of a window's memory S are the 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -30,10 +30,13 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.replay import ReplayLog
-from strandline.kernels.streams.gates import FeatureNorms, gate_features
-from strandline.models.layers.convolution import ComposedConvolution
+from strandline.kernels.streams.gates import FeatureNorms, add_gated, gate_features
+from strandline.models.layers.convolution import CausalConvolution, ComposedFilter, Delays
+from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, LayerStates, MixerT_co
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
+from strandline.models.layers.step import Step
+from strandline.models.layers.streams import Streams, StreamsResidual
 from strandline.models.layers.targets import NamedTargets, Piece, Target, unused, whole
 from strandline.specs import LayerSpec
 
@@ -140,29 +143,19 @@ def _splitmix64(state: int) -> int:
     return value ^ (value >> 31)
 
 
-class TokenDelays(ComposedConvolution):
-    """The last tokens before each token, one per channel, as float32 numbers; the latest first."""
+class DilatedTaps(ComposedFilter):
+    """Taps that are some tokens apart."""
 
-    def __init__(self, num_delays: int, site: Site) -> None:
-        super().__init__(TOKENS, num_delays, num_delays + 1, site.in_dtype(torch.float32))
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
-        self.weight_CW[:, :-1] = torch.eye(len(self.weight_CW)).flip(1)
-
-
-class DilatedConvolution(ComposedConvolution):
-    """A convolution whose taps are some tokens apart."""
+    bias_C = None
 
     def __init__(self, num_channels: int, num_taps: int, distance: int, site: Site) -> None:
-        super().__init__(INPUTS, num_channels, (num_taps - 1) * distance + 1, site)
+        super().__init__(num_channels, (num_taps - 1) * distance + 1, site)
         self.taps_CK = site.parameter(num_channels, num_taps)
         self.distance = distance
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
+        """Fill the filter."""
+        del kernels
         self.weight_CW[:, :: self.distance] = self.taps_CK
 
 
@@ -243,43 +236,38 @@ class NgramFeaturesMemory:
 
 
 class NgramFeatures(nn.Module):
-    """What a layer adds to its streams before its mixer.
+    """What a layer adds to its streams before its mixer, a ``StatefulPart``.
 
     Args:
         site: the shard divides the table's rows; all else is computed on every rank.
     """
 
-    operations = (gate_features,)
+    operations = (add_gated, gate_features)
 
     def __init__(self, config: NgramFeaturesConfig, site: Site) -> None:
         super().__init__()
         self.config, num_streams, hidden_size = config, config.num_streams, config.hidden_size
         width = num_streams * hidden_size
         self.table = NgramTable(config, site)
-        self.delays = TokenDelays(config.max_ngram - 1, site)
+        numbers = site.in_dtype(torch.float32)
+        self.delays = CausalConvolution(Delays(1, config.max_ngram - 1, numbers), None, numbers, TOKENS)
+        """The tokens before each token, the latest first, as float32 numbers."""
         self.sizes = [width, hidden_size]
         self.in_proj = Projection(sum(self.sizes), config.feature_dim, site)
         """Rows: a key for each stream, the value."""
         self.key_norm_SE, self.stream_norm_SE, self.conv_norm_SE = (
             site.parameter(num_streams, hidden_size) for _ in range(3)
         )
-        self.conv = DilatedConvolution(width, config.num_taps, config.max_ngram, site)
+        self.conv = CausalConvolution(DilatedTaps(width, config.num_taps, config.max_ngram, site), None, site, INPUTS)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        self._gate_features = kernels[gate_features]
+        self._add_gated, self._gate_features = kernels[add_gated], kernels[gate_features]
         self._norms = FeatureNorms(self.key_norm_SE, self.stream_norm_SE, self.conv_norm_SE)
 
-    def added_to(self, spec: LayerSpec) -> LayerSpec:
-        """Return the spec of a layer that keeps the windows as well."""
-        windows, logged = zip(*((conv.window, conv.logged) for conv in (self.delays, self.conv)), strict=True)
-        return replace(spec, states=(*spec.states, *windows), replay=(*spec.replay, *logged))
-
-    @staticmethod
-    def without(memory: LayerMemory) -> LayerMemory:
-        """Return a layer's memory without the windows, as the mixer takes it."""
-        replay = memory.replay and {name: log for name, log in memory.replay.items() if name not in (TOKENS, INPUTS)}
-        return replace(memory, replay=replay)
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(states=(self.delays.window, self.conv.window), replay=(self.delays.logged, self.conv.logged))
 
     def bind(self, memory: LayerMemory) -> NgramFeaturesMemory:
         """Return the layer's memory as ``forward`` takes it."""
@@ -290,13 +278,14 @@ class NgramFeatures(nn.Module):
         self.delays.replay(batch, memory.tokens_SRC, memory.tokens_log)
         self.conv.replay(batch, memory.window_SRC, memory.window_log)
 
-    def forward(self, stream_TSE: Tensor, batch: StepBatch, memory: NgramFeaturesMemory) -> Tensor:
-        """Return what is added to the streams, ``[T, S, E]``."""
+    def forward(self, stream: Streams, batch: StepBatch, memory: NgramFeaturesMemory) -> Streams:
+        """Return the streams with the features, and with the output of the part before them."""
+        stream_TSE = self._add_gated(*stream)
         features_TO = self.table(self._ngrams(batch, memory))
         key_TO, value_TE = self.in_proj.multiply(features_TO).split(self.sizes, dim=-1)
         gated_TSE, normed_TSE = self._gate_features(key_TO, value_TE, stream_TSE, self._norms, self.config.eps)
         convolved_TC = self.conv.convolve(normed_TSE.flatten(1), batch, memory.window_SRC, memory.window_log)
-        return gated_TSE + F.silu(convolved_TC).view_as(gated_TSE)
+        return Streams(stream_TSE + (gated_TSE + F.silu(convolved_TC).view_as(gated_TSE)))
 
     def _ngrams(self, batch: StepBatch, memory: NgramFeaturesMemory) -> Tensor:
         """Return each token and those before it, the latest first, up to the last end token before it."""
@@ -316,4 +305,23 @@ class NgramFeatures(nn.Module):
         norms = {"key": self.key_norm_SE, "query": self.stream_norm_SE, "conv": self.conv_norm_SE}
         for name, weight_SE in norms.items():
             yield f"{prefix}norm_{name}.weight", whole(weight_SE.view(-1))
-        yield f"{prefix}conv1d.weight", whole(self.conv.taps_CK.unsqueeze(1))
+        yield f"{prefix}conv1d.weight", whole(self.conv.filter.taps_CK.unsqueeze(1))
+
+
+class FeaturesLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
+    """A layer that first adds features of n-grams to streams, which gates mix."""
+
+    def __init__(
+        self,
+        mixer: MixerT_co,
+        mlp: FeedForwardT_co,
+        residuals: tuple[StreamsResidual, StreamsResidual],
+        features: NgramFeatures,
+    ) -> None:
+        super().__init__(mixer, mlp, *residuals, stateful=features)
+        self.features = features
+
+    def forward(self, stream: Streams, step: Step, memory: LayerStates) -> Streams:
+        """Return the streams after the layer."""
+        after: Streams = super().forward(self.features(stream, step.batch, memory.other), step, memory.mixer)
+        return after

@@ -30,7 +30,7 @@ from strandline.models.layers.attention_parts import (
     QueryKeyNorm,
     QueryKeyNorms,
 )
-from strandline.models.layers.convolution import MAX_TAPS, ResidualConvolution
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ResidualTaps
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -123,7 +123,7 @@ class RelativeAttention(nn.Module):
         )
         self.profiles_CX = site.parameter(config.num_profiles, config.num_distances)
         self.norms, self.kv = QueryKeyNorms(attention, site), KeyValues(attention, site)
-        self.conv = ResidualConvolution(WINDOW, 2 * self.sizes.kv_rows, config.num_taps, site)
+        self.conv = CausalConvolution(ResidualTaps(2 * self.sizes.kv_rows, config.num_taps, site), None, site, WINDOW)
         self.out_proj = SummedProjection(attention.hidden_size, self.sizes.query_rows, site)
 
     @property
@@ -178,7 +178,7 @@ class RelativeAttention(nn.Module):
         yield from self.norms.targets(prefix)
         yield from self.mix_proj.targets(f"{prefix}r_proj.")
         yield f"{prefix}rel_logits_proj.proj", whole(self.profiles_CX)
-        for name, taps_CW in zip("kv", self.conv.taps_CW.chunk(2), strict=True):
+        for name, taps_CW in zip("kv", self.conv.filter.taps_CW.chunk(2), strict=True):
             yield f"{prefix}{name}_sconv.conv1d.weight", sharded(taps_CW.unsqueeze(1), self.kv.shard)
 
 

@@ -8,7 +8,7 @@ Shape suffixes: T tokens of the step, E hidden size, S slots, R rows of a window
 C channels of the convolution, one for each of the hidden state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -18,12 +18,12 @@ from strandline.config_fields import Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.models.layers.convolution import CausalConvolution
+from strandline.models.layers.convolution import CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.site import Site, dtype_name
+from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded
-from strandline.specs import LayerSpec, TensorSpec
+from strandline.specs import LayerSpec
 
 MAX_SHORT_TAPS: Final = 7
 """Maximum taps of the filter; kernels are tested with these."""
@@ -69,12 +69,12 @@ class ShortConv(nn.Module):
         self.shard, size = site.shard, site.shard.part_of(hidden_size, "channels of short convolutions")
         self.in_proj = Projection(3 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=3)
         """Rows: the gate before the convolution (B), the gate after it (C), what is convolved (x)."""
-        self.conv = CausalConvolution(size, config.num_taps, None, site, has_bias=has_bias)
+        self.conv = CausalConvolution(Taps(size, config.num_taps, site, has_bias=has_bias), None, site)
         self.out_proj = SummedProjection(hidden_size, size, site, has_bias=has_bias)
 
     @property
     def spec(self) -> LayerSpec:
-        replay = TensorSpec("x", (self.conv.weight_CW.shape[0],), dtype_name(self.conv.dtype))
+        replay = replace(self.conv.logged, name="x")
         return LayerSpec(states=(self.shard.divided(self.conv.window, dim=1),), replay=(replay,))
 
     def bind(self, memory: LayerMemory) -> ShortConvMemory:
@@ -83,8 +83,7 @@ class ShortConv(nn.Module):
 
     def replay(self, batch: StepBatch, memory: ShortConvMemory) -> None:
         """Advance the window over logged tokens alone."""
-        no_x = self.conv.weight_CW.new_empty(0, len(self.conv.weight_CW))
-        self.conv.convolve(no_x, batch, memory.window_SRC, memory.replay)
+        self.conv.replay(batch, memory.window_SRC, memory.replay)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: ShortConvMemory) -> Tensor:
         gate_before_TC, gate_behind_TC, x_TC = self.in_proj.multiply(hidden_TE).chunk(3, dim=-1)
@@ -95,4 +94,4 @@ class ShortConv(nn.Module):
         """Yield the published tensors."""
         yield from self.in_proj.targets(f"{prefix}in_proj.")
         yield from self.out_proj.targets(f"{prefix}out_proj.")
-        yield from self.conv.targets(f"{prefix}conv.", partial(sharded, shard=self.shard))
+        yield from self.conv.filter.targets(f"{prefix}conv.", partial(sharded, shard=self.shard))

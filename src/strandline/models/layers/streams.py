@@ -6,22 +6,15 @@ family's: by gates (``gated_streams.py``), or by hyper-connections (``hyper_conn
 Shape suffixes: T tokens of the step, S streams, E hidden size.
 """
 
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.operation import Operation
-from strandline.kernels.streams.gates import add_gated
-from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, MixerT_co
-from strandline.models.layers.ngram_features import NgramFeatures, NgramFeaturesMemory
-from strandline.models.layers.step import Step
+from strandline.models.layers.decoder import DecoderLayer
 from strandline.models.layers.targets import NamedTargets
-from strandline.specs import LayerSpec
 
 MAX_STREAMS: Final = 8
 """Published models have 4. A kernel holds all mixes of a token in registers: S² and more."""
@@ -120,54 +113,3 @@ class StreamsEnds(nn.Module):
         """Yield nothing: names of the last mix are the family's."""
         del prefix
         yield from ()
-
-
-@dataclass(frozen=True, slots=True)
-class FeaturesLayerMemory:
-    """What the parts of a layer keep, as they take it."""
-
-    mixer: Any
-    features: NgramFeaturesMemory
-
-
-class FeaturesLayer(DecoderLayer[MixerT_co, FeedForwardT_co]):
-    """A layer that first adds features of n-grams to streams, which gates mix."""
-
-    def __init__(
-        self,
-        mixer: MixerT_co,
-        mlp: FeedForwardT_co,
-        residuals: tuple[StreamsResidual, StreamsResidual],
-        features: NgramFeatures,
-    ) -> None:
-        super().__init__(mixer, mlp, *residuals)
-        self.features = features
-
-    @property
-    def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (*super().operations, add_gated)
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
-        self._add_gated = kernels[add_gated]
-
-    @property
-    def spec(self) -> LayerSpec:
-        return self.features.added_to(super().spec)
-
-    def bind(self, memory: LayerMemory) -> FeaturesLayerMemory:
-        """Return the layer's memory as ``forward`` takes it."""
-        return FeaturesLayerMemory(super().bind(self.features.without(memory)), self.features.bind(memory))
-
-    def replay(self, batch: StepBatch, memory: FeaturesLayerMemory) -> None:
-        """Advance the states over logged tokens alone."""
-        super().replay(batch, memory.mixer)
-        self.features.replay(batch, memory.features)
-
-    def forward(self, stream: Streams, step: Step, memory: FeaturesLayerMemory) -> Streams:
-        """Return the streams after the layer."""
-        stream_TSE = self._add_gated(*stream)
-        stream_TSE = stream_TSE + self.features(stream_TSE, step.batch, memory.features)
-        after: Streams = super().forward(Streams(stream_TSE), step, memory.mixer)
-        return after
