@@ -16,21 +16,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import torch
-from torch import Tensor
-
 from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
-from strandline.kernels.batch import StepBatch
-from strandline.kernels.binding import Kernels
 from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, LayerStates
-from strandline.models.layers.experts import MAX_EXPERTS, ExpertRows, alternating
+from strandline.models.layers.experts import MAX_EXPERTS, Experts, alternating
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.output_convolutions import OutputConvolutions
-from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, plain
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
@@ -42,9 +36,6 @@ SLIDING: Final = "hybrid_sliding"
 LAYER_TYPES: Final = (SLIDING, "hybrid")
 DENSE: Final = "dense"
 MLP_TYPES: Final = (DENSE, "sparse")
-
-ALWAYS_TAKEN: Final = 1e9
-"""Added to the scores, at most 1, of experts that every token takes."""
 
 PUBLISHED: Final = "model.llm."
 """Prefix of the tensors of published models, which have names of their own."""
@@ -66,62 +57,13 @@ PUBLISHED_NAMES: Final = {
 """Maps a component of the names that transformers has for tensors to that of published models."""
 
 
-class SharedRouterMoe(SigmoidMoe):
-    """A mixture of experts whose router also weights those that every token takes: the last ones.
-
-    They are divided among shards as the others are.
-    """
-
-    def __init__(self, config: SigmoidMoeConfig, num_shared: int, site: Site) -> None:
-        super().__init__(config, site)
-        self.num_routed = config.num_experts - num_shared
-        self.routed_bias_X = site.parameter(self.num_routed, dtype=torch.float32)
-        del self.bias_X
-        self.register_buffer(
-            "bias_X",
-            torch.full((config.num_experts,), ALWAYS_TAKEN, dtype=torch.float32, device=site.device),
-            persistent=False,
-        )
-
-    bias_X: Tensor
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
-        self.bias_X[: self.num_routed] = self.routed_bias_X
-
-    def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
-        """Yield the tensors as transformers names them."""
-        yield from self._router_targets(prefix, bias_name)
-        routed, shared = self._rows_by_kind()
-        yield from routed.targets(f"{prefix}experts.", names)
-        for name, weights in shared.projections.items():
-            yield f"{prefix}shared_experts.{name}", spanned(weights, shared.held, shared.num)
-
-    def published_targets(self, prefix: str, bias_name: str) -> NamedTargets:
-        """Yield the tensors of published models, where an expert's gate and up projections alternate row by row."""
-        yield from self._router_targets(prefix, bias_name)
-        for kind, rows in zip(("experts.", "shared_experts.shared_"), self._rows_by_kind(), strict=True):
-            yield f"{prefix}{kind}w13_weight", alternating(rows.up_XFE, rows.held, rows.num)
-            yield f"{prefix}{kind}w2_weight", spanned(rows.down_XEF, rows.held, rows.num)
-
-    def _router_targets(self, prefix: str, bias_name: str) -> NamedTargets:
-        yield f"{prefix}gate.weight", whole(self.router.weight_OI)
-        yield f"{prefix}{bias_name}", whole(self.routed_bias_X)
-
-    def _rows_by_kind(self) -> tuple[ExpertRows, ExpertRows]:
-        """Return the routed experts, and those that every token takes."""
-        num_routed = self.num_routed
-        return self.experts.rows(range(num_routed)), self.experts.rows(range(num_routed, self.bias_X.numel()))
-
-
-class PreNormLayer(DecoderLayer[RelativeAttention, GatedMlp | SharedRouterMoe]):
+class PreNormLayer(DecoderLayer[RelativeAttention, GatedMlp | SigmoidMoe]):
     """Attention, then a feed-forward part, which is scaled; what each adds to the stream is convolved over time."""
 
     def __init__(
         self,
         mixer: RelativeAttention,
-        mlp: GatedMlp | SharedRouterMoe,
+        mlp: GatedMlp | SigmoidMoe,
         norm: ResidualNorm,
         hidden_size: int,
         num_taps: int,
@@ -149,52 +91,8 @@ class PreNormLayer(DecoderLayer[RelativeAttention, GatedMlp | SharedRouterMoe]):
         yield f"{prefix}post_attention_layernorm.weight", whole(self.mlp_norm_E)
         yield f"{prefix}attn_sconv.conv1d.weight", whole(self.convs.mixer.filter.taps_CW.unsqueeze(1))
         yield f"{prefix}mlp_sconv.conv1d.weight", whole(self.convs.mlp.filter.taps_CW.unsqueeze(1))
-        owner = "mlp.gate" if isinstance(self.mlp, SharedRouterMoe) else "mlp"
+        owner = "mlp.gate" if isinstance(self.mlp, SigmoidMoe) else "mlp"
         yield f"{prefix}{owner}.global_scale", whole(self.mlp_scale)
-
-
-class NormedDecoder(Decoder):
-    """A decoder whose embeddings are normalised.
-
-    Args:
-        num_published: rows of the published embedding and head; those past the vocabulary are not read.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[PreNormLayer],
-        norm: ResidualNorm,
-        shape: tuple[int, int],
-        num_published: int,
-        site: Site,
-        *,
-        logits_multiplier: float,
-    ) -> None:
-        ends = PreNorm(norm, shape[1], site)
-        super().__init__(layers, ends, None, shape, site, is_tied=False, logits_multiplier=logits_multiplier)
-        self.norm = norm
-        self.num_published = num_published
-        self.embed_norm_E = norm.weight(site, shape[1])
-
-    def use_kernels(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().use_kernels(kernels)
-        self._embed_norm = kernels[self.norm.norm]
-
-    def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, Step]:
-        """Return the normalised embeddings of the step's tokens, and the step."""
-        embedded_TE, step = super().embed(batch, memory)
-        return self._embed_norm(embedded_TE, self.embed_norm_E, self.norm.eps), step
-
-    def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
-        """Yield the tensors as transformers names them, except the layers'."""
-        assert self.head is not None
-        yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.num_published)
-        # Later releases of transformers save the norm as a part of the embedding.
-        resaved = f"{prefix}embed_tokens.embed_norm.weight"
-        yield resaved if resaved in names else f"{prefix}embed_norm.weight", whole(self.embed_norm_E)
-        yield from self.ends.targets(prefix)
-        yield "lm_head.weight", spanned(self.head.weight_OI, self.held_tokens, self.num_published)
 
 
 def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
@@ -210,7 +108,7 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
     if len(mlp_types) != len(layer_types):
         fields.reject("mlp_layer_types", f"a list of {len(layer_types)}, one for each layer")
     attention = {kind: RelativeAttentionConfig.read(fields, is_sliding=kind == SLIDING) for kind in set(layer_types)}
-    mlp, (moe, num_shared) = GatedMlpConfig.read(fields), _read_moe(fields)
+    mlp, moe = GatedMlpConfig.read(fields), _read_moe(fields)
     norm, hidden_size = plain(read_eps(fields)), fields.size("hidden_size")
     num_taps = fields.size("conv_kernel_size", at_least=2, at_most=MAX_TAPS)
     num_published = read_vocab_size(fields)
@@ -221,7 +119,7 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
     def build_layer(kind: str, mlp_type: str) -> PreNormLayer:
         return PreNormLayer(
             RelativeAttention(attention[kind], site),
-            GatedMlp(mlp, site) if mlp_type == DENSE else SharedRouterMoe(moe, num_shared, site),
+            GatedMlp(mlp, site) if mlp_type == DENSE else SigmoidMoe(moe, site),
             norm,
             hidden_size,
             num_taps,
@@ -229,12 +127,21 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
-    decoder = NormedDecoder(layers, norm, (vocab_size, hidden_size), num_published, site, logits_multiplier=1 / divisor)
+    decoder = Decoder(
+        layers,
+        PreNorm(norm, hidden_size, site),
+        None,
+        (vocab_size, hidden_size),
+        site,
+        is_tied=False,
+        embedding_norm=norm,
+        num_published=num_published,
+        logits_multiplier=1 / divisor,
+    )
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 
-def _read_moe(fields: Fields) -> tuple[SigmoidMoeConfig, int]:
-    """Return the sizes of all experts together, and how many of them every token takes."""
+def _read_moe(fields: Fields) -> SigmoidMoeConfig:
     if not fields.flag("shared_expert_sink", default=True):
         fields.reject("shared_expert_sink", "true")
     num_routed = fields.size("n_routed_experts", at_most=MAX_EXPERTS)
@@ -243,7 +150,8 @@ def _read_moe(fields: Fields) -> tuple[SigmoidMoeConfig, int]:
     scale = fields.number("route_scale", at_least=0, at_most=MAX_SCALE)
     routing = Routing(top_k, is_normalised=True, scores="sigmoid", eps=ROUTER_EPS, scale=scale)
     size, num_experts = fields.size("moe_intermediate_size"), num_routed + num_shared
-    return SigmoidMoeConfig(fields.size("hidden_size"), size, 0, num_experts, routing, has_bias=True), num_shared
+    sizes = (fields.size("hidden_size"), size, 0, num_experts)
+    return SigmoidMoeConfig(*sizes, routing, has_bias=True, num_always=num_shared)
 
 
 def _published(decoder: Decoder, layers: Sequence[PreNormLayer], names: frozenset[str]) -> NamedTargets:
@@ -256,7 +164,10 @@ def _published(decoder: Decoder, layers: Sequence[PreNormLayer], names: frozense
 
 
 def _targets(decoder: Decoder, layers: Sequence[PreNormLayer], prefix: str, names: frozenset[str]) -> NamedTargets:
-    yield from decoder.targets(prefix, names)
+    # Later releases of transformers save the norm as a part of the embedding.
+    embed_norm, resaved = f"{prefix}embed_norm.weight", f"{prefix}embed_tokens.embed_norm.weight"
+    for name, target in decoder.targets(prefix, names):
+        yield resaved if name == embed_norm and resaved in names else name, target
     for index, layer in enumerate(layers):
         of_layer = f"{prefix}layers.{index}."
         yield from layer.targets(of_layer)
@@ -264,16 +175,30 @@ def _targets(decoder: Decoder, layers: Sequence[PreNormLayer], prefix: str, name
         yield from _mlp_targets(layer.mlp, f"{of_layer}mlp.", names, is_published=prefix == PUBLISHED)
 
 
-def _mlp_targets(
-    mlp: GatedMlp | SharedRouterMoe, prefix: str, names: frozenset[str], *, is_published: bool
-) -> NamedTargets:
-    if isinstance(mlp, SharedRouterMoe):
-        bias_name = "gate.e_score_correction_bias"
-        yield from mlp.published_targets(prefix, bias_name) if is_published else mlp.targets(prefix, names, bias_name)
-        return
-    if not is_published:
+def _mlp_targets(mlp: GatedMlp | SigmoidMoe, prefix: str, names: frozenset[str], *, is_published: bool) -> NamedTargets:
+    if isinstance(mlp, SigmoidMoe):
+        assert mlp.bias_X is not None
+        yield f"{prefix}gate.weight", whole(mlp.router.weight_OI)
+        yield f"{prefix}gate.e_score_correction_bias", whole(mlp.bias_X)
+        yield from _experts_targets(mlp.experts, len(mlp.bias_X), prefix, names, is_published=is_published)
+    elif is_published:
+        gate_up = mlp.gate_up.weight_OI.unsqueeze(1).chunk(2)
+        yield f"{prefix}w13_dn.weight", interleaved(*gate_up, shard=mlp.shard)
+        yield from mlp.down.targets(f"{prefix}down_proj.")
+    else:
         yield from mlp.targets(prefix, names)
+
+
+def _experts_targets(
+    experts: Experts, num_routed: int, prefix: str, names: frozenset[str], *, is_published: bool
+) -> NamedTargets:
+    """Yield the experts, and those that every token takes. As published, gate and up projections alternate by row."""
+    routed, shared = experts.rows(range(num_routed)), experts.rows(range(num_routed, experts.config.num_experts))
+    if is_published:
+        for kind, rows in {"experts.": routed, "shared_experts.shared_": shared}.items():
+            yield f"{prefix}{kind}w13_weight", alternating(rows.up_XFE, rows.held, rows.num)
+            yield f"{prefix}{kind}w2_weight", spanned(rows.down_XEF, rows.held, rows.num)
         return
-    gate_up = mlp.gate_up.weight_OI.unsqueeze(1).chunk(2)
-    yield f"{prefix}w13_dn.weight", interleaved(*gate_up, shard=mlp.shard)
-    yield from mlp.down.targets(f"{prefix}down_proj.")
+    yield from routed.targets(f"{prefix}experts.", names)
+    for name, weights in shared.projections.items():
+        yield f"{prefix}shared_experts.{name}", spanned(weights, shared.held, shared.num)

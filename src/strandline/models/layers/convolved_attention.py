@@ -112,7 +112,7 @@ class ConvolvedAttention(nn.Module):
         num_convolved, num_delayed = attention.query_rows + attention.kv_rows, attention.kv_rows // 2
         self.sizes = [attention.query_rows, attention.kv_rows, num_delayed, num_delayed]
         self.in_proj = Projection(sum(self.sizes), hidden_size, site)
-        """Rows: query, key, half of the value, and the other half, of which the previous token's is read."""
+        """Rows: query, key, half of the value, and the half that the next token reads."""
         self.conv = CausalConvolution(
             DelayedTaps(num_convolved, num_taps, num_delays, num_delayed, site), None, site, "window"
         )

@@ -43,7 +43,7 @@ from strandline.models.layers.residual import (
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, spanned
+from strandline.models.layers.targets import NamedTargets, spanned, whole
 from strandline.specs import LayerSpec, ModelSpec
 
 
@@ -231,6 +231,9 @@ class Decoder(nn.Module):
         windowed_rotary: frequencies for mixers with a window; None: as for the others.
         is_tied: whether the output head is the embedding.
         embedding_multiplier: multiplies the tokens' embeddings.
+        embedding_norm: norm of the tokens' embeddings; None: they have none.
+        num_published: rows of the published embedding and head: those past the vocabulary are not read; None: there
+            are none past it.
         logits_multiplier: multiplies the logits.
         logits_soft_cap: limit of the logits' size, approached smoothly; None: there is none.
         site: the shard divides the vocabulary, for the embedding and the head.
@@ -251,12 +254,15 @@ class Decoder(nn.Module):
         is_tied: bool,
         windowed_rotary: RotaryFrequencies | None = None,
         embedding_multiplier: float = 1.0,
+        embedding_norm: ResidualNorm | None = None,
+        num_published: int | None = None,
         logits_multiplier: float = 1.0,
         logits_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.ends, self.dtype = ends, site.dtype
         self.shard, self.vocab_size = site.shard, shape[0]
+        self.num_published = self.vocab_size if num_published is None else num_published
         # Those to spare, at the end, are zeros.
         columns, hidden_size = columns_of(self.vocab_size, site.shard.index, site.shard.count), shape[1]
         num_rows = len(columns)
@@ -264,6 +270,8 @@ class Decoder(nn.Module):
         self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
         self.logits_soft_cap = logits_soft_cap
         self.embed_ZE = site.parameter(num_rows, hidden_size)
+        self.embedding_norm = embedding_norm
+        self.embed_norm_E = None if embedding_norm is None else embedding_norm.weight(site, hidden_size)
         self.layers = nn.ModuleList(layers)
         self.head = None if is_tied else Projection(num_rows, hidden_size, site)
         for weight in (self.embed_ZE, None if self.head is None else self.head.weight_OI):
@@ -306,13 +314,16 @@ class Decoder(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        return (*self.ends.operations, linear, embed_held, rotary_table, rotary_table_3d)
+        norms = () if self.embedding_norm is None else (self.embedding_norm.norm,)
+        return (*self.ends.operations, *norms, linear, embed_held, rotary_table, rotary_table_3d)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self.ends.connect(kernels)
         self._ranks = kernels.ranks
         self._embed_held = kernels[embed_held]
+        if self.embedding_norm is not None:
+            self._embed_norm = kernels[self.embedding_norm.norm]
         self._rotary_table, self._rotary_table_3d = kernels[rotary_table], kernels[rotary_table_3d]
         self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
         self._draft_head: Linear | None = None
@@ -346,6 +357,8 @@ class Decoder(nn.Module):
         """Return the embeddings of the step's tokens, and the step with the rotary tables of its positions."""
         encoded_XE = None if batch.picture_offsets is None else memory.pictures
         embedded_TE = multiplied(self.embedding(batch.token_ids_T, encoded_XE), self.embedding_multiplier)
+        if self.embedding_norm is not None and self.embed_norm_E is not None:
+            embedded_TE = self._embed_norm(embedded_TE, self.embed_norm_E, self.embedding_norm.eps)
         if encoded_XE is not None and self.picture_token_id is not None:
             batch.token_ids_T.masked_fill_(batch.token_ids_T >= FIRST_VIRTUAL_ID, self.picture_token_id)
         rotary = self._rotary(batch, self.inv_freq_F, self.attention_factor)
@@ -422,11 +435,13 @@ class Decoder(nn.Module):
 
         A tied head may be published all the same: it is the embedding once more.
         """
-        yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.vocab_size)
+        yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.num_published)
+        if self.embed_norm_E is not None:
+            yield f"{prefix}embed_norm.weight", whole(self.embed_norm_E)
         yield from self.ends.targets(prefix)
         if self.head is not None or "lm_head.weight" in names:
             rows_ZE = self.embed_ZE if self.head is None else self.head.weight_OI
-            yield "lm_head.weight", spanned(rows_ZE, self.held_tokens, self.vocab_size)
+            yield "lm_head.weight", spanned(rows_ZE, self.held_tokens, self.num_published)
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of all GEMM weights; they cannot be loaded or moved afterwards."""

@@ -8,8 +8,8 @@ The gated norm works on each group of channels by itself, as in ``mamba_ssm``, w
 Source: Dao and Gu, "Transformers are SSMs"; ``transformers`` (``bamba``, ``nemotron_h``) for the composition.
 
 Shape suffixes: T tokens of the step, D those of decodes, R those of prefills, N sequences, E hidden size, G groups,
-H heads, K channels of the state, V channels of a head, C channels of the convolution, S slots, O rows of a fused
-projection or all heads' channels side by side; of a window's memory R are the rows.
+H heads, K channels of the state, V channels of a head, C channels of the convolution, W its taps, S slots, O rows of
+a fused projection or all heads' channels side by side; of a window's memory R are the rows.
 """
 
 from dataclasses import dataclass, replace

@@ -7,7 +7,7 @@ convolution and are added to its result; its window is the layer's state.
 Source: ``transformers`` (``inkling``).
 
 Shape suffixes: T tokens of the step, E hidden size, H query heads, D head dim, O rows of a fused projection, C
-profiles, X distances, S slots; of a window's memory R are the rows, and C its channels.
+profiles, X distances, S slots; of a window's memory R are the rows, and C its channels; W taps.
 """
 
 from dataclasses import dataclass, replace

@@ -28,6 +28,9 @@ from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
 
+ALWAYS_TAKEN: Final = 1e9
+"""Added to the scores, at most 1, of experts that every token takes."""
+
 ROUTER_EPS: Final = 1e-20
 """Epsilon of DeepSeek-V3's router, which keeps the quotient of a sum of zeros finite."""
 
@@ -53,6 +56,8 @@ class SigmoidMoeConfig:
     """Gates and up projections of all experts are clamped to it; None: they are not."""
     activation: Activation | None = None
     """What experts that are not shared compute instead of the clamped unit; None: that."""
+    num_always: int = 0
+    """How many of the experts, the last ones, every token takes: the router weights them as it does the others."""
 
     @property
     def experts(self) -> ExpertsConfig:
@@ -111,13 +116,19 @@ class SigmoidMoe(nn.Module):
         hidden_size, num_experts = config.hidden_size, config.num_experts
         self.router_dtype = config.router_dtype or site.dtype
         self.router = Projection(num_experts, hidden_size, site.in_dtype(self.router_dtype))
-        self.bias_X: Tensor | None = None
-        if config.has_bias:
-            self.bias_X = site.parameter(num_experts, dtype=torch.float32)
+        num_chosen = num_experts - config.num_always
+        self.bias_X = site.parameter(num_chosen, dtype=torch.float32) if config.has_bias else None
+        all_bias_X = None
+        if config.num_always:
+            all_bias_X = torch.full((num_experts,), ALWAYS_TAKEN, dtype=torch.float32, device=site.device)
+        self.register_buffer("all_bias_X", all_bias_X, persistent=False)
         self.experts = Experts(config.experts, site)
         self.shared = None
         if config.shared_size:
             self.shared = GatedMlp(config.shared, site)
+
+    all_bias_X: Tensor | None
+    """With those of experts that every token takes; None: there are none."""
 
     @property
     def takes_quantized(self) -> bool:
@@ -126,6 +137,8 @@ class SigmoidMoe(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
+        if self.all_bias_X is not None and self.bias_X is not None:
+            self.all_bias_X[: len(self.bias_X)] = self.bias_X
         router = (self.router.weight, self.router_dtype)
         self._score, self._project, shared = bind_logits(kernels, *router), None, self.shared
         # In FP8 the norm has quantised what the shared expert reads, but not what the router does.
@@ -134,18 +147,19 @@ class SigmoidMoe(nn.Module):
 
     def forward(self, hidden_TE: Rows) -> Summand:
         plain_TE, shared = plain_rows(hidden_TE), self.shared
+        bias_X = self.bias_X if self.all_bias_X is None else self.all_bias_X
         if self._project is not None and shared is not None and shared.gate_up.term is self.router.term is None:
             shared_TO, logits_TX = self._project(plain_TE)
             before = SharedExpert(shared_TO, shared.down.weight, None, shared.down.term)
-            return self.experts.mix(hidden_TE, logits_TX, self.bias_X, before)
+            return self.experts.mix(hidden_TE, logits_TX, bias_X, before)
         if self.router.term is None:
             logits_TX = self._score(plain_TE)
         else:
             logits_TX = self.router.multiply(plain_TE.to(self.router_dtype))
         if shared is None:
-            return self.experts.mix(hidden_TE, logits_TX, self.bias_X)
+            return self.experts.mix(hidden_TE, logits_TX, bias_X)
         output = SharedOutput(shared(hidden_TE if shared.takes_quantized else plain_TE))
-        return self.experts.mix(hidden_TE, logits_TX, self.bias_X, output)
+        return self.experts.mix(hidden_TE, logits_TX, bias_X, output)
 
     def targets(self, prefix: str, names: frozenset[str], bias_name: str) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
