@@ -38,7 +38,7 @@ class Leaders:
             if lead is not None:
                 return lead
         known = max(known, beyond)
-        if not self._placement.takes_branches():
+        if self._rule.needs_snapshots and not self._placement.takes_branches():
             return None
         prefilling = [
             lease

@@ -54,4 +54,4 @@ class Placement(Protocol):
         """Return whether a request's own slot is kept as a snapshot of this kind."""
 
     def takes_branches(self) -> bool:
-        """Return whether a waiting request may resume where it diverges from a running one."""
+        """Return whether a snapshot may be taken where a waiting request diverges from a running one."""

@@ -4,7 +4,7 @@ from strandline.cache.announcements import Announces
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.placement import Placement
-from strandline.cache.policy.placements import AUTO, OutsidePictures, WithoutStates
+from strandline.cache.policy.placements import AUTO, NoSnapshots, OutsidePictures
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.policy.reuse import ReuseHistory
 from strandline.cache.policy.worth import ReuseRate, WorthPerByte
@@ -39,7 +39,7 @@ def new_cache(
         order = WorthPerByte(lambda _: snapshot_blocks, reuse) if rule.needs_snapshots else ReuseRate(reuse)
     return PrefixCache(
         size,
-        placement=OutsidePictures(placement) if rule.needs_snapshots else WithoutStates(),
+        placement=OutsidePictures(placement) if rule.needs_snapshots else NoSnapshots(),
         order=order,
         reuse=reuse,
         rule=rule,

@@ -124,25 +124,6 @@ class NoSnapshots:
 
 
 @dataclass(frozen=True, slots=True)
-class WithoutStates:
-    """Takes no snapshots, for models that keep no states: prompts resume at any token."""
-
-    is_stepwise: ClassVar[bool] = False
-
-    def on_admission(self, admission: Admission) -> SnapshotPositions:
-        return {}
-
-    def in_step(self, start: int, end: int) -> int | None:
-        return None
-
-    def keeps(self, kind: SnapshotKind) -> bool:
-        return False
-
-    def takes_branches(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True, slots=True)
 class _Moved:
     """A base of placements that move the positions of another one in the prompt."""
 
