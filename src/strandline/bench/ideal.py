@@ -2,7 +2,8 @@
 
 from array import array
 
-from strandline.cache.tree import Run, add_child, remove_child, split, tail_that_begins
+from strandline.cache.tree import Run, tail_that_begins
+from strandline.cache.tree_changes import add_child, remove_child, split
 from strandline.cache.walk import walk
 from strandline.ids import NULL_BLOCK
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES

@@ -33,7 +33,7 @@ class Below(Protocol):
     def first_tier(self) -> FirstTier | None:
         """None: there are no tiers."""
 
-    def resumable_tokens(self, salt: str, data: bytearray, match: Match) -> int:
+    def resumable_tokens(self, data: bytearray, match: Match) -> int:
         """Return the deepest position at which a prompt could resume after a load from a tier, or 0."""
 
     def find(self, root: Run | None, tokens: TokenBuffer, beyond: int) -> Lead | None:

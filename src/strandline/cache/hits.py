@@ -1,11 +1,13 @@
 """Records hits: in the snapshots on a path, and, without snapshots, in its runs."""
 
+from collections.abc import Iterator
+
 from strandline.cache.lease import Lease
 from strandline.cache.memory import CacheMemory
-from strandline.cache.tree import Run, Snapshot, snapshot_above
+from strandline.cache.tree import Run, Snapshot, children_with_prefix, snapshot_above
 from strandline.cache.use import Use, UseHistory
-from strandline.cache.walk import branch_snapshots
 from strandline.records.account import SnapshotKind
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
 def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: UseHistory) -> None:
@@ -34,7 +36,7 @@ def record_hit(lease: Lease, source: Snapshot, memory: CacheMemory, reuse: UseHi
         for previous in (source, snapshot_above(source)):
             if previous is not None:
                 previous.is_superseded = True
-    for snapshot in (source, *branch_snapshots(lease.run, lease.tokens.data)):
+    for snapshot in (source, *_branch_snapshots(lease.run, lease.tokens.data)):
         is_source = snapshot is source
         is_return_here = is_return or (is_source and is_stand_in)
         snapshot.record_hit(tick, reuse.now, is_source=is_source, is_return=is_return_here)
@@ -58,3 +60,21 @@ def record_departure(lease: Lease, reuse: UseHistory) -> None:
     for run in (lease.tail, *lease.run.ancestry()):
         if run is not None and not run.is_shared:
             run.use = Use(reuse.now, lease.interarrival_bin)
+
+
+def _branch_snapshots(run: Run, data: bytearray) -> Iterator[Snapshot]:
+    """Yield the deepest snapshot before each branch of the path to the end of ``run``, deepest first."""
+    for node in run.ancestry():
+        if len(node.child_keys) > 1 and (snapshot := _before_branch(node, data)) is not None:
+            yield snapshot
+
+
+def _before_branch(run: Run, data: bytearray) -> Snapshot | None:
+    """Return a run's deepest snapshot on the path of the data that several of its children continue."""
+    offset = run.end_block * BLOCK_KEY_BYTES
+    after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
+    for snapshot in run.snapshots_in(run.end_block, after):
+        if len(children_with_prefix(run, snapshot.key[1])) > 1:
+            return snapshot
+    num_own = run.num_own_snapshots
+    return run.snapshots[run.keys[num_own - 1]] if num_own else None

@@ -20,13 +20,12 @@ from strandline.cache.stats import MemoryUse
 from strandline.cache.tree import (
     Run,
     Snapshot,
-    detach_snapshot,
     first_unneeded_block,
-    remove_child,
     run_of_last_block,
     snapshot_above,
     snapshots_that_need,
 )
+from strandline.cache.tree_changes import detach_snapshot, remove_child
 from strandline.cache.window_blocks import WindowBlocks, Windows
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, Lifetime, SlotId

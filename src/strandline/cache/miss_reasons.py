@@ -7,7 +7,7 @@ from typing import Final
 from strandline.cache.below import Below
 from strandline.cache.index import PrefixIndex
 from strandline.cache.lease import Lease
-from strandline.cache.resume import NO_MATCH, Match, ResumeRule
+from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import Account, Miss, Reason
@@ -35,7 +35,7 @@ class MissReasons:
     def account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         """Return the account of a lookup; None: nothing is cached under its salt."""
         account = self._account(tokens, salt, match)
-        end = 0 if self.below is None else self.below.resumable_tokens(salt, tokens.data, match or NO_MATCH)
+        end = 0 if self.below is None or match is None else self.below.resumable_tokens(tokens.data, match)
         return account.blaming(Reason.DEMOTED, end) if end else account
 
     def _account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:

@@ -15,14 +15,11 @@ from strandline.cache.tree import (
     Home,
     Run,
     Snapshot,
-    add_child,
-    attach_snapshot,
     child_with_prefix,
     find_home,
-    remove_child,
-    split,
     tail_that_begins,
 )
+from strandline.cache.tree_changes import add_child, attach_snapshot, remove_child, split
 from strandline.cache.use import Use, UseHistory
 from strandline.cache.walk import common_blocks
 from strandline.ids import BLOCK_TOKENS
@@ -72,7 +69,7 @@ class Publisher:
         if returning is not None:
             key, blocks = bytes(returning.tokens), blocks[: returning.end_block - run.end_block]
         has_rivals = len(run.children) > (tail_that_begins(run, first_key) is not None)
-        has_rivals |= run.stored is not None and run.stored.has_demoted
+        has_rivals |= run.stored is not None and bool(run.stored.demoted)
         if run.parent is None or run.num_users > 1 or has_rivals:
             run = lease.run = self._add_child(run, returning or Run(run, run.end_block, key, blocks), blocks)
         else:
@@ -152,9 +149,9 @@ class Publisher:
         slot, position, kind = cut.slot, cut.position, cut.kind
         if kind is SnapshotKind.PROBE and lease.transfer is not None:
             kind = SnapshotKind.BRANCH  # a prompt that needs it has proven it
-        run, (num_blocks, rest) = home
-        if rest and num_blocks == run.end_block and child_with_prefix(run, rest) is None:
-            self.publish_tail(lease, rest)
+        run, (num_blocks, tail) = home
+        if tail and num_blocks == run.end_block and child_with_prefix(run, tail) is None:
+            self.publish_tail(lease, tail)
         is_on_cached_path = kind is SnapshotKind.BRANCH or position <= lease.account.kv_tokens
         is_shared = is_on_cached_path and not lease.is_return
         use = Use(self.reuse.now, lease.interarrival_bin)

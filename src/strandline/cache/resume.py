@@ -1,7 +1,6 @@
 """Where a prompt may resume: at a snapshot if the model keeps states, else at any token whose KV is cached."""
 
-from array import array
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from strandline.cache.tree import Run, Snapshot
 from strandline.cache.walk import Walk
@@ -29,10 +28,6 @@ class Match(NamedTuple):
         if self.position == 0:
             return None
         return self.snapshot or self.copied_run or self.end.run
-
-
-NO_MATCH: Final = Match(Walk(Run(None, 0, b"", array("i")), 0, None, 0), 0, None)
-"""The match of a prompt whose salt has no tree."""
 
 
 class ResumeRule(Protocol):

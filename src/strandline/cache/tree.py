@@ -3,36 +3,30 @@
 A *run* is a sequence of 64-token blocks without a branch. Its children begin where it ends, each with a different first
 block.
 
-A *tail* is a childless run of one block with fewer than 64 known tokens. It is removed when a longer run with the same
-beginning is added: no tail's key is a proper prefix of that of a sibling.
+A *tail* is what follows the last whole block: fewer than 64 tokens. In the tree, it is a childless run of one block,
+which is removed when a longer run with the same beginning is added: no tail's key is a proper prefix of that of a
+sibling.
 
 A snapshot belongs to the run with the last whole block before its position, or to the root, and is keyed by the number
-of whole blocks before it and the tokens after these. If there are any, the next block of the path begins with them: the
-next one of the run or, after its last, those of one child or of several. Thus a lookup finds it whichever of them
-matches.
+of whole blocks before it and the tail after these. If there is one, the next block of the path begins with it: the next
+one of the run or, after its last, those of one child or of several. Thus a lookup finds it whichever of them matches.
 
 Source: radix trees as in SGLang's RadixAttention; the runs-of-blocks form and the snapshots' keys are our own.
 """
 
 from array import array
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from strandline.cache.use import NO_INTERARRIVAL, Use
 from strandline.cache.window_blocks import Windows
-from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
 SnapshotKey = tuple[int, bytes]
-"""The number of whole blocks before a snapshot, and the tokens from there to its position, encoded."""
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-MAX_GHOSTS = 64
-"""Evicted children, and evicted snapshots, that a run remembers to explain misses."""
+"""The number of whole blocks before a snapshot, and its tail: the tokens from there to its position, encoded."""
 
 
 class Snapshot:
@@ -53,7 +47,6 @@ class Snapshot:
         "last_tick",
         "num_readers",
         "num_waiters",
-        "path_hash",
         "position",
         "replacement",
         "slot",
@@ -81,8 +74,6 @@ class Snapshot:
         """Leases that read its slot in their next step: it is not evicted."""
         self.num_waiters = 0
         """Queued requests that would resume here."""
-        self.path_hash = b""
-        """Names it in events; empty: none are emitted."""
         self.replacement: Snapshot | None = None
         """Once evicted: where those requests would resume now."""
         self.last_push = 0
@@ -112,8 +103,8 @@ class Snapshot:
     @property
     def is_in_child(self) -> bool:
         """Whether it is inside the first block of children of its run."""
-        num_blocks, rest = self.key
-        return bool(rest) and num_blocks == self.home.end_block
+        num_blocks, tail = self.key
+        return bool(tail) and num_blocks == self.home.end_block
 
     @property
     def num_slots(self) -> int:
@@ -133,10 +124,10 @@ class Snapshot:
         The tokens after it in its block do not count when they serve no request and no other snapshot, as after the
         eviction of an answer's snapshot: that block is cached for this snapshot alone.
         """
-        run, (_, rest) = self.home, self.key
+        run, (_, tail) = self.home, self.key
         if not self.is_in_child:
             return 1 if run.snapshot_after(self) is not None else min(len(run.child_keys), 2)
-        longer = [child for child in children_with_prefix(run, rest) if len(child.tokens) > len(rest)]
+        longer = [child for child in children_with_prefix(run, tail) if len(child.tokens) > len(tail)]
         return 0 if len(longer) == 1 and _is_kept_for(longer[0], self) else len(longer)
 
     def replace(self, evicted: "Snapshot") -> None:
@@ -149,11 +140,19 @@ class Snapshot:
 
 
 class Stored(Protocol):
-    """What tiers below the device have of a run and after it (``stored.py``)."""
+    """What tiers below the device have of a run and after it (``tiers/stored.py``)."""
 
     @property
-    def has_demoted(self) -> bool:
-        """Whether tiers have continuations of the run that the device does not have."""
+    def snapshots(self) -> Mapping[SnapshotKey, object]:
+        """The snapshots of the run that tiers have."""
+
+    @property
+    def keys(self) -> Sequence[SnapshotKey]:
+        """The keys of ``snapshots``, sorted."""
+
+    @property
+    def demoted(self) -> "Mapping[bytes, Run]":
+        """Continuations of the run that tiers have and the device does not, by their first blocks."""
 
     def split(self, upper: "Run", count: int) -> "Stored":
         """Remove and return what belongs to the first ``count`` blocks of the run, which ``upper`` has now."""
@@ -167,8 +166,8 @@ class Stored(Protocol):
 
 def position_of(key: SnapshotKey) -> int:
     """Return the position of a snapshot."""
-    num_blocks, rest = key
-    return num_blocks * BLOCK_TOKENS + len(rest) // TOKEN_BYTES
+    num_blocks, tail = key
+    return num_blocks * BLOCK_TOKENS + len(tail) // TOKEN_BYTES
 
 
 class Run:
@@ -298,21 +297,15 @@ class Run:
             run = run.parent
 
 
-def path_to(run: Run) -> tuple[str, bytes]:
-    """Return the salt of a run's tree, and the tokens up to the run's end, encoded."""
-    path = list(run.ancestry())
-    return path[-1].salt, b"".join(node.tokens for node in reversed(path))
-
-
 Home = tuple[Run, SnapshotKey]
 """Where a snapshot belongs in the tree: its run, and its key there."""
 
 
 def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
     """Return the deepest snapshot above ``snapshot`` on its path, or None."""
-    num_blocks, rest = snapshot.key
-    if rest:
-        return deepest_snapshot_on(snapshot.home, num_blocks, rest[:-TOKEN_BYTES])
+    num_blocks, tail = snapshot.key
+    if tail:
+        return deepest_snapshot_on(snapshot.home, num_blocks, tail[:-TOKEN_BYTES])
     run = snapshot.home
     if index := bisect_left(run.keys, snapshot.key):
         return run.snapshots[run.keys[index - 1]]
@@ -349,8 +342,8 @@ def _is_kept_for(run: Run, snapshot: Snapshot) -> bool:
 def first_unneeded_block(run: Run) -> int:
     """Return the first block of a childless run that neither a snapshot needs nor any block after it."""
     if run.keys:
-        num_blocks, rest = run.keys[-1]
-        return num_blocks + bool(rest)
+        num_blocks, tail = run.keys[-1]
+        return num_blocks + bool(tail)
     return run.start_block + (deepest_snapshot_in_first_block(run) is not None)
 
 
@@ -363,88 +356,12 @@ def deepest_snapshot_in_first_block(run: Run) -> Snapshot | None:
     return snapshot if snapshot is not None and snapshot.is_in_child else None
 
 
-def split(run: Run, at_block: int) -> Run:
-    """Split a run before its block ``at_block`` (counted from the root) and return the upper part.
-
-    The lower part keeps the run's identity, so that children, leases and snapshots below stay valid.
-    """
-    count = at_block - run.start_block
-    if not 0 < count < len(run.blocks) or run.parent is None:
-        raise CacheInvariantError(f"cannot split blocks [{run.start_block}, {run.end_block}) at {at_block}")
-    parent, size = run.parent, count * BLOCK_KEY_BYTES
-    upper = Run(parent, run.start_block, bytes(run.tokens[:size]), run.blocks[:count])
-    del run.blocks[:count], run.tokens[:size]
-    upper.hashes, run.hashes = run.hashes[:count], run.hashes[count:]
-    run.parent, run.start_block = upper, at_block
-    parent.children[upper.first_key] = upper
-    upper.children[run.first_key] = run
-    upper.child_keys.append(run.first_key)
-    num_upper = bisect_left(run.keys, (at_block + 1, b""))
-    upper.keys, run.keys = run.keys[:num_upper], run.keys[num_upper:]
-    for key in upper.keys:
-        snapshot = upper.snapshots[key] = run.snapshots.pop(key)
-        snapshot.home = upper
-    if run.stored is not None:
-        upper.stored = run.stored.split(upper, count)
-    upper.num_announced = min(run.num_announced, count)
-    run.num_announced -= upper.num_announced
-    upper.num_users = run.num_users
-    upper.last_tick, upper.use, upper.is_shared = run.last_tick, run.use, run.is_shared
-    for ghost in [ghost for ghost in run.evicted_snapshots if ghost[0] <= at_block]:
-        del run.evicted_snapshots[ghost]
-        upper.evicted_snapshots[ghost] = None
-    return upper
-
-
-def attach_snapshot(snapshot: Snapshot, home: Home) -> None:
-    """Attach a snapshot to the tree."""
-    run, key = home
-    snapshot.home, snapshot.key, snapshot.is_attached = run, key, True
-    run.snapshots[key] = snapshot
-    insort(run.keys, key)
-    run.evicted_snapshots.pop(key, None)
-
-
-def detach_snapshot(snapshot: Snapshot) -> None:
-    """Detach a snapshot from the tree; its run remembers the key, to explain misses."""
-    run, key = snapshot.home, snapshot.key
-    del run.snapshots[key], run.keys[bisect_left(run.keys, key)]
-    snapshot.is_attached = False
-    _remember(run.evicted_snapshots, key, None)
-
-
 def find_home(run: Run, data: bytearray, position: int) -> Home:
     """Return where a snapshot at a position of the path that ends with ``run`` belongs."""
     num_blocks = position // BLOCK_TOKENS
     while run.start_block >= num_blocks and run.parent is not None:
         run = run.parent
     return run, (num_blocks, bytes(data[num_blocks * BLOCK_KEY_BYTES : position * TOKEN_BYTES]))
-
-
-def add_child(parent: Run, child: Run) -> None:
-    """Link a child; no other child of the parent may have its first block."""
-    key = child.first_key
-    if key in parent.children or parent.is_tail:
-        raise CacheInvariantError(f"a run at block {child.start_block} collides with its sibling or has no parent")
-    parent.children[key] = child
-    insort(parent.child_keys, key)
-    parent.evicted_children.pop(hash(key), None)
-
-
-def remove_child(child: Run, *, ghost_tokens: int) -> None:
-    """Unlink a childless run; its parent remembers that ``ghost_tokens`` tokens were cached there, unless 0."""
-    parent = child.parent
-    if parent is None or child.children or child.keys:
-        raise CacheInvariantError(f"the run at block {child.start_block} still carries children or snapshots")
-    key = child.first_key
-    del parent.children[key]
-    del parent.child_keys[bisect_left(parent.child_keys, key)]
-    child.parent = None
-    child.replacement = parent
-    parent.num_waiters += child.num_waiters
-    parent.last_tick = max(parent.last_tick, child.last_tick)
-    if ghost_tokens and not child.is_tail:
-        _remember(parent.evicted_children, hash(key), ghost_tokens + max(child.evicted_children.values(), default=0))
 
 
 def children_with_prefix(run: Run, prefix: bytes) -> list[Run]:
@@ -493,9 +410,3 @@ def tail_that_begins(run: Run, key: bytes) -> Run | None:
         num_same = common_tokens(before, key) * TOKEN_BYTES
         end = bisect_right(run.child_keys, key[:num_same], hi=end - 1) if num_same else 0
     return None
-
-
-def _remember(ghosts: dict[Key, Value], key: Key, value: Value) -> None:
-    ghosts[key] = value
-    if len(ghosts) > MAX_GHOSTS:
-        del ghosts[next(iter(ghosts))]

@@ -4,12 +4,20 @@ A walk compares one run at a time (one ``memcmp``), so its cost depends on the b
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from strandline.cache.tree import Run, Snapshot, children_with_prefix, deepest_snapshot_on
+from strandline.cache.tree import Run, Snapshot, deepest_snapshot_on
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
+
+
+class PathEnd(NamedTuple):
+    """The end of a path of whole blocks."""
+
+    run: Run
+    """The one with the last block, or the root."""
+    depth: int
+    """The number of blocks."""
 
 
 class Walk(NamedTuple):
@@ -22,6 +30,13 @@ class Walk(NamedTuple):
     partial_run: Run | None
     """The run whose next block matches only in its first ``partial_tokens`` tokens."""
     partial_tokens: int
+    deeper: PathEnd | None = None
+    """The end of the whole blocks that match, if tiers below the device have more of them; None: they have not."""
+
+    @property
+    def last(self) -> PathEnd:
+        """The end of the whole blocks that match, on the device or below it."""
+        return self.deeper or PathEnd(self.run, self.num_blocks)
 
     @property
     def kv_tokens(self) -> int:
@@ -29,11 +44,14 @@ class Walk(NamedTuple):
 
 
 def walk(root: Run, data: bytearray) -> Walk:
-    """Match ``data`` against the tree as far as keys and values are cached. Changes nothing."""
+    """Match ``data`` against the tree as far as keys and values are cached, and on below. Changes nothing."""
     run, num_blocks = descend(root, data, len(data) // BLOCK_KEY_BYTES)
     asked = bytes(data[num_blocks * BLOCK_KEY_BYTES : (num_blocks + 1) * BLOCK_KEY_BYTES])
     if num_blocks == run.end_block:
-        return _end_between_runs(run, asked)
+        end = _end_between_runs(run, asked)
+        if run.stored is None or asked not in run.stored.demoted:
+            return end
+        return end._replace(deeper=descend_below(run, num_blocks, data, len(data) // BLOCK_KEY_BYTES))
     own = num_blocks - run.start_block
     known = bytes(run.tokens[own * BLOCK_KEY_BYTES : (own + 1) * BLOCK_KEY_BYTES])
     tokens = common_tokens(known, asked)
@@ -53,6 +71,18 @@ def descend(root: Run, data: bytes | bytearray, num_blocks: int) -> tuple[Run, i
             most = min(depth, num_blocks) - run.start_block
             return run, run.start_block + common_blocks(run.tokens, data, start, most + 1)
     return run, depth
+
+
+def descend_below(run: Run, depth: int, data: bytes | bytearray, num_blocks: int) -> PathEnd:
+    """Follow a path on from where ``descend`` has ended, in what only tiers below the device have."""
+    while run.stored is not None and run.end_block == depth < num_blocks:
+        start = depth * BLOCK_KEY_BYTES
+        child = run.stored.demoted.get(bytes(data[start : start + BLOCK_KEY_BYTES]))
+        if child is None:
+            break
+        most = min(child.end_block, num_blocks) - depth
+        run, depth = child, depth + common_blocks(child.tokens, data, start, most + 1)
+    return PathEnd(run, depth)
 
 
 def _end_between_runs(run: Run, key: bytes) -> Walk:
@@ -85,21 +115,3 @@ def deepest_snapshot(end: Walk, data: bytearray) -> Snapshot | None:
     """Return the deepest snapshot on the walked path, or None. Changes nothing."""
     partial = data[end.num_blocks * BLOCK_KEY_BYTES : end.kv_tokens * TOKEN_BYTES]
     return deepest_snapshot_on(end.run, end.num_blocks, bytes(partial))
-
-
-def branch_snapshots(run: Run, data: bytearray) -> "Iterator[Snapshot]":
-    """Yield the deepest snapshot before each branch of the path to the end of ``run``, deepest first."""
-    for node in run.ancestry():
-        if len(node.child_keys) > 1 and (snapshot := _before_branch(node, data)) is not None:
-            yield snapshot
-
-
-def _before_branch(run: Run, data: bytearray) -> Snapshot | None:
-    """Return a run's deepest snapshot on the path of the data that several of its children continue."""
-    offset = run.end_block * BLOCK_KEY_BYTES
-    after = bytes(data[offset : offset + BLOCK_KEY_BYTES - TOKEN_BYTES])
-    for snapshot in run.snapshots_in(run.end_block, after):
-        if len(children_with_prefix(run, snapshot.key[1])) > 1:
-            return snapshot
-    num_own = run.num_own_snapshots
-    return run.snapshots[run.keys[num_own - 1]] if num_own else None

@@ -426,9 +426,9 @@ class Device:
                         num_blocks = num_slot_blocks + sum(map(len, self.stored_windows[copy.address]))
                         assert tier.snapshot_blocks(copy.position) == num_blocks, "a window is counted inexactly"
                 if copy.tail_address:
-                    known = tokens_of(snapshot.rest)
+                    known = tokens_of(snapshot.tail)
                     assert self.stored[copy.tail_address][: len(known)] == known, "a demoted tail is another"
-                for run in snapshot.ancestry():
+                for run in snapshot.home.ancestry():
                     for index, address in enumerate(tier.column.addresses_in(run)):
                         known = tokens_of(bytes(run.tokens[index * BLOCK_KEY_BYTES : (index + 1) * BLOCK_KEY_BYTES]))
                         assert not address or self.stored[address] == known, "a demoted block is another"

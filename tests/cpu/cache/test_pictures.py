@@ -14,6 +14,7 @@ from strandline.cache.policy.placements import Align, EveryBoundary
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, AtWindowEnds
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import WindowClass
+from strandline.cache.walk import walk
 from strandline.records.account import SnapshotKind
 from strandline.records.pictures import is_virtual, virtual_ids
 from strandline.records.tokens import TokenBuffer, decode
@@ -138,3 +139,15 @@ def test_request_with_another_picture_follows_up_to_its_start() -> None:
     driver.cache.follow(lead)
     driver.prefill(lease, 64)
     assert driver.lookup(dog).hit == lead.position
+
+
+def test_offer_reaches_beyond_a_partly_cached_picture() -> None:
+    driver, prompt = Driver(lower_blocks=(60,)), prompt_of([("text", 100), ("cat", 300), ("text", 30)])
+    driver.serve(prompt)
+    parts, tokens = driver.cache.internals(), TokenBuffer(prompt)
+    while walk(parts.index.roots[""], tokens.data).num_blocks > 3:
+        assert parts.memory.evict()
+    assert driver.lookup(prompt).kv_tokens == prompt.index(4) + 1 < 3 * 64
+    offer = driver.loads.tier_offer(tokens)
+    assert offer is not None
+    assert offer.position == len(prompt)

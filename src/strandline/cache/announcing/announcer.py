@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from strandline.cache.announcing.stored_events import hash_after, path_stored, snapshot_stored
 from strandline.cache.core import PrefixCache
-from strandline.cache.stored import continuations, is_on_device, stored_keys, stored_of
-from strandline.cache.traversal import all_runs_below
+from strandline.cache.traversal import all_runs_below, continuations, is_on_device, stored_keys
 from strandline.cache.tree import Run, SnapshotKey
 from strandline.records.cache_events import (
     BlocksRemoved,
@@ -136,5 +135,4 @@ class Announcer:
 
 def _num_holders(run: Run, key: SnapshotKey) -> int:
     """Count who has a snapshot: the device, and the tiers below it."""
-    stored = stored_of(run)
-    return (key in run.snapshots) + (stored is not None and key in stored.snapshots)
+    return (key in run.snapshots) + (run.stored is not None and key in run.stored.snapshots)

@@ -12,7 +12,6 @@ from typing import Final
 
 from strandline.cache.core import PrefixCache
 from strandline.cache.inspection.lookups import Lookup
-from strandline.cache.resume import NO_MATCH
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tree import Run, Snapshot, snapshot_above
@@ -78,8 +77,8 @@ def explain_admission(cache: PrefixCache, lookup: Lookup, prompt: bytes, *, bloc
 def tier_tokens(cache: PrefixCache, prompt: bytes, salt: str = "") -> dict[str, int]:
     """Return how many tokens of a prompt each tier has, by its store, where that is more than would be hit."""
     data, loads = bytearray(prompt), _loads(cache)
-    match = cache.internals().index.match(salt, data) or NO_MATCH
-    return {} if loads is None else loads.positions(salt, data, match)
+    match = cache.internals().index.match(salt, data)
+    return {} if loads is None or match is None else loads.positions(data, match)
 
 
 def _explain(

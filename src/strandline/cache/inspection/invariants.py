@@ -6,31 +6,34 @@ times.
 
 from collections import Counter
 from itertools import chain
-from typing import Any
 
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.core import PrefixCache
 from strandline.cache.eviction import Entry, resolve
 from strandline.cache.internals import Internals
-from strandline.cache.last_lookup import LastLookup
 from strandline.cache.lease import Lease
 from strandline.cache.probation import max_probes
-from strandline.cache.stored import continuations, demoted_after, is_on_device, stored_keys, stored_of
 from strandline.cache.tiers.loads import Loads
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.path_blocks import located
-from strandline.cache.tiers.paths import Block
+from strandline.cache.tiers.paths import Block, path_to
+from strandline.cache.tiers.stored import Column, Copy, TierSnapshot, stored_of
 from strandline.cache.tiers.tier_sources import ExchangedCopy, RetainedCopy
 from strandline.cache.tiers.tier_target import TierTarget
-from strandline.cache.tiers.tier_tree import Column, Copy, TierSnapshot
-from strandline.cache.traversal import all_runs_below, runs_below
+from strandline.cache.traversal import (
+    all_runs_below,
+    continuations,
+    demoted_after,
+    is_on_device,
+    runs_below,
+    stored_keys,
+)
 from strandline.cache.tree import (
     Run,
     Snapshot,
     child_with_prefix,
     find_home,
     path_blocks,
-    path_to,
     position_of,
     tail_that_begins,
 )
@@ -114,14 +117,14 @@ def _check_snapshots(run: Run) -> None:
     if run.parent is not None and run.is_tail:
         raise _wrong(run, "a tail with snapshots")
     for key, snapshot in run.snapshots.items():
-        num_blocks, rest = key
+        num_blocks, tail = key
         if snapshot.position != position_of(key):
             raise _wrong(run, f"snapshot at {snapshot.position} has the key of another position")
         if not (run.start_block < num_blocks or run.parent is None) or num_blocks > run.end_block:
             raise _wrong(run, f"snapshot at {snapshot.position} belongs elsewhere")
         if snapshot.home is not run or snapshot.key != key or not snapshot.is_attached:
             raise _wrong(run, f"snapshot at {snapshot.position} detached")
-        if not _continues_with(run, num_blocks, rest):
+        if not _continues_with(run, num_blocks, tail):
             raise _wrong(run, f"snapshot at {snapshot.position} has no KV")
 
 
@@ -282,8 +285,6 @@ def _check_lease(lease: Lease) -> None:
 def _check_tree(loads: Loads) -> None:
     """Check that the tree has what tiers have and what moves pin, and nothing else that the device has not."""
     tiers, ends = loads.tiers, chain.from_iterable((move.source, move.target) for move in loads.moves)
-    if tiers:
-        _check_last(tiers[0].tree.last, tiers[0].tree.revision, "the tree")
     pins = Counter(id(end.pinned) for end in ends if isinstance(end, TierTarget | RetainedCopy | ExchangedCopy))
     for tree, root in tiers[0].tree.roots.items() if tiers else ():
         for run in all_runs_below(root):
@@ -291,7 +292,7 @@ def _check_tree(loads: Loads) -> None:
             _check_addresses(run, tiers)
             stored = stored_of(run)
             snapshots = {} if stored is None else stored.snapshots
-            if stored_keys(run) != sorted(snapshots):
+            if [*stored_keys(run)] != sorted(snapshots):
                 raise _wrong_run(run, "keys out of order")
             for key, snapshot in snapshots.items():
                 is_right = snapshot.is_used and snapshot.home is run and snapshot.tree == tree and snapshot.key == key
@@ -347,8 +348,8 @@ def _check_tier(lower: LowerTier, targets: list[TierTarget]) -> None:
             num_used += _check_copy(copy, lower, is_arriving=copy in arriving)
         for run in all_runs_below(root):
             num_used += _check_blocks(run, lower, expected)
-    _require(num_used == lower.num_used, f"{lower.num_used} blocks at rest counted, {num_used} used")
-    _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} blocks at rest in a tier of {lower.num_blocks}")
+    _require(num_used == lower.num_used, f"{lower.num_used} stored blocks counted, {num_used} used")
+    _require(lower.num_used <= lower.num_blocks, f"{lower.num_used} stored blocks in a tier of {lower.num_blocks}")
     _require(lower.num_snapshots == num_snapshots, f"{lower.num_snapshots} demoted snapshots, not {num_snapshots}")
 
 
@@ -389,10 +390,7 @@ def _check_blocks(run: Run, lower: LowerTier, expected: set[Block]) -> int:
 
 
 def _check_index(cache: Internals) -> None:
-    _check_last(cache.index.last, cache.memory.revision, "the index")
-
-
-def _check_last(last: LastLookup[Any, Any], revision: int, what: str) -> None:
-    if last.asked is not None:
-        is_right = last.find(*last.asked, revision) == last.look_up(*last.asked)
-        _require(is_right, f"{what} has changed, but the remembered lookup was kept")
+    asked = cache.index.asked
+    if asked is not None:
+        is_right = cache.index.find(*asked) == cache.rule.match(*asked)
+        _require(is_right, "the index has changed, but the remembered lookup was kept")

@@ -20,6 +20,6 @@ def _snapshots_below(root: Run) -> Iterator[tuple[bytes, Snapshot]]:
     while waiting:
         run, prefix = waiting.pop()
         tokens = prefix + bytes(run.tokens)
-        for (num_blocks, rest), snapshot in run.snapshots.items():
-            yield tokens[: num_blocks * BLOCK_KEY_BYTES] + rest, snapshot
+        for (num_blocks, tail), snapshot in run.snapshots.items():
+            yield tokens[: num_blocks * BLOCK_KEY_BYTES] + tail, snapshot
         waiting.extend((child, tokens) for child in run.children.values())

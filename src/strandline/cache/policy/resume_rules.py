@@ -144,16 +144,16 @@ def _ending_at(end: Walk, position: int) -> Walk:
         return end._replace(partial_run=end.partial_run if num_partial else None, partial_tokens=num_partial)
     holder = next(run for run in end.run.ancestry() if run.start_block <= num_blocks)
     run = holder if holder.start_block < num_blocks or holder.parent is None else holder.parent
-    return Walk(run, num_blocks, holder if num_partial else None, num_partial)
+    return Walk(run, num_blocks, holder if num_partial else None, num_partial, end.last)
 
 
 def _lost_snapshot(match: Match, data: bytearray) -> bool:
     """Return whether a snapshot deeper than the hit was evicted on the matched path."""
     end, hit = match.end, match.position
     for run in end.run.ancestry():
-        for num_blocks, rest in run.evicted_snapshots:
-            is_on_path = num_blocks <= end.num_blocks and data.startswith(rest, num_blocks * BLOCK_KEY_BYTES)
-            if is_on_path and position_of((num_blocks, rest)) > hit:
+        for num_blocks, tail in run.evicted_snapshots:
+            is_on_path = num_blocks <= end.num_blocks and data.startswith(tail, num_blocks * BLOCK_KEY_BYTES)
+            if is_on_path and position_of((num_blocks, tail)) > hit:
                 return True
         if run.end_tokens <= hit:
             return False

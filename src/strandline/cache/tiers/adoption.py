@@ -12,8 +12,8 @@ from typing import NamedTuple
 from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
 from strandline.cache.tiers.neighbours import saved_tokens
+from strandline.cache.tiers.stored import Copy, TierSnapshot
 from strandline.cache.tiers.tier_target import TierTarget
-from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import NO_ADDRESS
 from strandline.records.account import SnapshotKind
@@ -74,12 +74,12 @@ def adopt_paths(tier: LowerTier, found: Iterable[FoundPath], reuse: UseHistory) 
 
 def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
     """Enter a snapshot and the blocks before it that the tier lacks."""
-    position, num_blocks = path.position, len(path.addresses)
-    saved = saved_tokens(tier.column, path.tree, path.data, position)
-    snapshot = TierSnapshot((num_blocks, path.data[num_blocks * BLOCK_KEY_BYTES :]))
+    num_blocks = len(path.addresses)
+    home = tier.tree.grow(path.tree, path.data, num_blocks)
+    snapshot = TierSnapshot(home, (num_blocks, path.data[num_blocks * BLOCK_KEY_BYTES :]))
+    saved = saved_tokens(tier.column, snapshot, path.data)
     copy = Copy(snapshot, path.kind, use, saved, is_shared=path.is_shared)
-    end = tier.tree.walk(path.tree, path.data, num_blocks)
-    first = 0 if end is None else tier.column.last_on_path(end).depth
+    first = tier.column.last_on_path(snapshot.end).depth
     blocks = StoredBlocks(first, tuple(path.addresses.values())[first:])
     target = TierTarget(tier, copy, replace(path, blocks=blocks))
     tier.num_used += sum(target.sizes.values())

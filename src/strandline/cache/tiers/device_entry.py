@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
-from strandline.cache.tree import Run, Snapshot, path_blocks, path_to, run_of_last_block
+from strandline.cache.tiers.paths import path_to
+from strandline.cache.tiers.stored import Copy, TierSnapshot
+from strandline.cache.tree import Run, Snapshot, path_blocks, run_of_last_block
 from strandline.cache.window_blocks import Windows
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_SLOT, BlockId, SlotId
@@ -65,7 +66,7 @@ def device_copy(entry: Snapshot | Run, *, kept: int = 0) -> Copy:
         kept: number of blocks that a run retains.
     """
     if isinstance(entry, Run):
-        end, num_tokens = TierSnapshot((entry.end_block, b"")), (len(entry.blocks) - kept) * BLOCK_TOKENS
+        end, num_tokens = TierSnapshot(entry, (entry.end_block, b"")), (len(entry.blocks) - kept) * BLOCK_TOKENS
         return Copy(end, SnapshotKind.GENERATION_END, entry.use, num_tokens, is_shared=entry.is_shared)
     flags = entry.is_shared, entry.is_superseded, entry.num_continuations > 0
-    return Copy(TierSnapshot(entry.key), entry.kind, entry.use, entry.saved_tokens, *flags)
+    return Copy(TierSnapshot(entry.home, entry.key), entry.kind, entry.use, entry.saved_tokens, *flags)

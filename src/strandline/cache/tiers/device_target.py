@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from strandline.cache.internals import Internals
 from strandline.cache.lease import Cut, Lease
-from strandline.cache.tiers.tier_tree import Copy
+from strandline.cache.tiers.stored import Copy
 from strandline.cache.tree import find_home
 from strandline.cache.window_blocks import Window, WindowBlocks
 from strandline.ids import NULL_SLOT, BlockId

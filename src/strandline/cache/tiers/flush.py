@@ -14,7 +14,7 @@ from strandline.cache.index import PrefixIndex
 from strandline.cache.tiers.device_entry import device_copy, device_entry
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_SPILLS, Spills
-from strandline.cache.tiers.tier_tree import Copy
+from strandline.cache.tiers.stored import Copy
 from strandline.cache.traversal import runs_below
 from strandline.cache.tree import Run, Snapshot
 

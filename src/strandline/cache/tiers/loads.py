@@ -16,7 +16,7 @@ from strandline.cache.core import PrefixCache
 from strandline.cache.holds import Holds
 from strandline.cache.lease import Lead, Lease
 from strandline.cache.policy.worth import WorthPerByte
-from strandline.cache.resume import NO_MATCH, Match
+from strandline.cache.resume import Match
 from strandline.cache.tiers.adoption import FoundPath, adopt, adopt_paths, last_address
 from strandline.cache.tiers.demotion import Demotion
 from strandline.cache.tiers.device_target import DeviceTarget, num_slabs_for
@@ -99,17 +99,20 @@ class Loads:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
         addresses = partial(next, count(1 + max((last_address(memory.kept) for memory in memories), default=0)))
         key = next((memory.key for memory in memories if memory.key is not None), None)
-        tree = TierTree(len(memories), key, self._index, self._memory, announcer) if memories else None
+        if not memories:
+            return ()
+        tree = TierTree(len(memories), key, self._index, self._memory, announcer)
         tiers = tuple(
             LowerTier(
                 memory,
+                tree,
                 column,
                 WorthPerByte(memory.snapshots.blocks_at, reuse),
                 self._memory.issue,
                 addresses,
                 self._rule,
             )
-            for memory, column in zip(memories, tree.columns if tree else (), strict=True)
+            for memory, column in zip(memories, tree.columns, strict=True)
         )
         for tier, memory in zip(tiers, memories, strict=True):
             adopt(tier, memory.kept, reuse)
@@ -119,14 +122,13 @@ class Loads:
         """Return the roots of the trees of the tiers whose salts are known."""
         return self.tiers[0].tree.known_roots() if self.tiers else ()
 
-    def resumable_tokens(self, salt: str, data: bytearray, match: Match) -> int:
+    def resumable_tokens(self, data: bytearray, match: Match) -> int:
         """Return the deepest position at which a prompt could resume after a load from a tier, or 0."""
-        return max(self.positions(salt, data, match).values(), default=0)
+        return max(self.positions(data, match).values(), default=0)
 
-    def positions(self, salt: str, data: bytearray, match: Match) -> dict[str, int]:
+    def positions(self, data: bytearray, match: Match) -> dict[str, int]:
         """Return the deepest position at which a prompt could resume after a load from each tier, by its store."""
-        end = self.tiers[0].tree.end_of(salt, data) if self.tiers else None
-        found = {tier.store: tier.find(end, data, match) for tier in self.tiers} if end is not None else {}
+        found = {tier.store: tier.find(data, match) for tier in self.tiers}
         ends = {store: where.position for store, where in found.items() if where is not None}
         return {store: self._rule.resumes_at(data, position) for store, position in ends.items()}
 
@@ -151,14 +153,13 @@ class Loads:
         Of several tiers, the one whose load saves most time makes the offer; before that is known, the one that has
         most of the prompt.
         """
-        end = self.tiers[0].tree.end_of(salt, tokens.data) if self.tiers else None
-        if end is None:
+        match = self._index.match(salt, tokens.data) if self.tiers else None
+        if match is None:
             return None
-        match = self._index.match(salt, tokens.data) or NO_MATCH
         best: Offer | None = None
         best_gain = float("-inf"), 0
         for tier in self.tiers:
-            offer = tier.offer(end, tokens.data, match)
+            offer = tier.offer(tokens.data, match)
             if offer is not None and (gain := (tier.gain_s(offer, match), offer.position)) > best_gain:
                 best, best_gain = offer, gain
         return best

@@ -29,9 +29,10 @@ from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below
 from strandline.cache.tiers.path_blocks import PathBlocks, located
-from strandline.cache.tiers.paths import PathEnd
-from strandline.cache.tiers.tier_tree import Column, Copy, TierSnapshot
+from strandline.cache.tiers.stored import Column, Copy, TierSnapshot
+from strandline.cache.tiers.tier_tree import TierTree
 from strandline.cache.tree import Run
+from strandline.cache.walk import PathEnd
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
 from strandline.records.actions import Action, Completion, DropStored
@@ -53,7 +54,7 @@ class LowerTier:
     """The entries of one tier.
 
     Args:
-        column: what the tier has of the tree.
+        tree: has the column of what is in the tier.
         worth: ranks entries for eviction.
         issue: takes actions.
         next_address: returns an unused address.
@@ -63,6 +64,7 @@ class LowerTier:
     def __init__(
         self,
         memory: LowerMemory,
+        tree: TierTree,
         column: Column,
         worth: WorthPerByte,
         issue: Callable[[Action], None],
@@ -80,7 +82,7 @@ class LowerTier:
         """Returns how many blocks a snapshot at a position takes, without the one that it is inside."""
         self.block_bytes = memory.block_bytes
         self.costs = memory.costs
-        self.tree = column.tree
+        self.tree = tree
         self.column = column
         self.num_snapshots = 0
         self.num_snapshots_demoted = 0
@@ -153,14 +155,9 @@ class LowerTier:
 
     # Entering
 
-    def enter(self, demoted: Copy, tree: str, data: bytes) -> None:
-        """Put a copy of a snapshot into the tier.
-
-        Args:
-            tree: the name of the tree.
-            data: the tokens before the snapshot, encoded.
-        """
-        snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot, tree, data)
+    def enter(self, demoted: Copy, tree: str) -> None:
+        """Put a copy of a snapshot of a tree with this name into the tier."""
+        snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot, tree)
         self.column.enter(demoted)
         for below in next_below(self.column, snapshot):
             below.saved_tokens = min(below.saved_tokens, below.position - demoted.position)
@@ -249,7 +246,7 @@ class LowerTier:
         if not is_elsewhere:
             self.pass_savings(demoted)
         self.tree.detach(snapshot)
-        above = None if left is None else end_above(column, left, snapshot)
+        above = end_above(column, left, snapshot)
         if above is not None:
             above.is_interior = is_elsewhere
             self._queue.push(above)
@@ -297,13 +294,9 @@ class LowerTier:
 
     # Loading
 
-    def offer(self, end: PathEnd, data: bytearray, match: Match) -> Offer | None:
-        """Return what the tier has of a prompt beyond its hit on the device, if loading it pays. Changes nothing.
-
-        Args:
-            end: how much of the prompt the tree has.
-        """
-        found = self.find(end, data, match)
+    def offer(self, data: bytearray, match: Match) -> Offer | None:
+        """Return what the tier has of a prompt beyond its hit on the device, if loading it pays. Changes nothing."""
+        found = self.find(data, match)
         if found is None:
             return None
         copy, position = found
@@ -314,7 +307,7 @@ class LowerTier:
             num_blocks += self.blocks_of(copy.snapshot)
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
-        addresses = self.column.addresses(end, first)[: whole - first].tolist()
+        addresses = self.column.addresses(match.end.last, first)[: whole - first].tolist()
         offered: tuple[OfferedSnapshot, ...] = ()
         if copy is not None:
             offered = (OfferedSnapshot(position, copy.address, copy.kind),)
@@ -329,13 +322,9 @@ class LowerTier:
         num_blocks = len(offer.blocks) - offer.blocks.count(NO_ADDRESS) + self.snapshot_blocks(offer.position)
         return self.costs.gain_s(num_blocks * self.block_bytes, offer.position - match.position)
 
-    def find(self, end: PathEnd, data: bytearray, match: Match) -> TierEnd | None:
-        """Return the deepest position at which a prompt could resume beyond its hit on the device, or None.
-
-        Args:
-            end: how much of the prompt the tree has.
-        """
-        end = self.column.last_on_path(end)
+    def find(self, data: bytearray, match: Match) -> TierEnd | None:
+        """Return the deepest position at which a prompt could resume beyond its hit on the device, or None."""
+        end = self.column.last_on_path(match.end.last)
         addresses, lacking = self.column.addresses(end), end.depth
         for found in self._ends_on(end, data, match):
             num_blocks = found.position // BLOCK_TOKENS

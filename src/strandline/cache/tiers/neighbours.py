@@ -2,27 +2,24 @@
 
 from collections.abc import Iterator
 
-from strandline.cache.stored import continuations
-from strandline.cache.tiers.paths import PathEnd
-from strandline.cache.tiers.tier_tree import Column, Copy, TierSnapshot
-from strandline.ids import BLOCK_TOKENS
+from strandline.cache.tiers.stored import Column, Copy, TierSnapshot
+from strandline.cache.traversal import continuations
+from strandline.cache.walk import PathEnd
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
 def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
     """Yield a tier's nearest snapshots below one that it had."""
-    run, (depth, rest) = removed.home, removed.key
-    if run is None:
-        return
+    run, (depth, tail) = removed.home, removed.key
     after = [copy for copy in column.copies_after(run, depth) if copy.snapshot is not removed]
-    longer = [copy for copy in after if copy.snapshot.rest.startswith(rest)]
+    longer = [copy for copy in after if copy.snapshot.tail.startswith(tail)]
     if longer:
         yield min(longer, key=lambda copy: copy.position)
         return
     if depth < run.end_block:
-        waiting = [run] if run.tokens.startswith(rest, (depth - run.start_block) * BLOCK_KEY_BYTES) else []
+        waiting = [run] if run.tokens.startswith(tail, (depth - run.start_block) * BLOCK_KEY_BYTES) else []
     else:
-        waiting = [child for child in continuations(run) if child.tokens.startswith(rest)]
+        waiting = [child for child in continuations(run) if child.tokens.startswith(tail)]
     while waiting:
         node = waiting.pop()
         below = column.first_after(node, depth)
@@ -42,20 +39,19 @@ def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | No
         return None
     above = list(column.copies_after(left.run, left.depth))
     if left.depth == removed.num_blocks:
-        above = [copy for copy in above if removed.rest.startswith(copy.snapshot.rest)]
+        above = [copy for copy in above if removed.tail.startswith(copy.snapshot.tail)]
     return max(above, key=lambda copy: copy.position, default=None)
 
 
-def saved_tokens(column: Column, tree: str, data: bytes, position: int, *, at_most: int | None = None) -> int:
+def saved_tokens(column: Column, snapshot: TierSnapshot, data: bytes, *, at_most: int | None = None) -> int:
     """Return how many tokens a snapshot that is about to enter a tier saves: those since the nearest one above.
 
     Args:
         column: that of the tier.
-        tree: the name of the tree.
         data: the tokens before it, encoded.
         at_most: those since the nearest one elsewhere; None: there is none.
     """
+    position = snapshot.position
     down_to = 0 if at_most is None else position - at_most
-    end = column.tree.walk(tree, data, position // BLOCK_TOKENS)
-    above = () if end is None else column.copies_on(end, data, beyond=down_to)
+    above = column.copies_on(snapshot.end, data, beyond=down_to)
     return position - next((copy.position for copy in above if copy.position < position), down_to)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from strandline.cache.tiers.paths import Block
-from strandline.cache.tiers.tier_tree import TierSnapshot
+from strandline.cache.tiers.stored import TierSnapshot
 
 
 class PathBlocks(NamedTuple):

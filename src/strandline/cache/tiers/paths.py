@@ -3,15 +3,7 @@
 from typing import NamedTuple
 
 from strandline.cache.tree import Run
-
-
-class PathEnd(NamedTuple):
-    """The end of a path of whole blocks."""
-
-    run: Run
-    """The one with the last block, or the root."""
-    depth: int
-    """The number of blocks."""
+from strandline.cache.walk import PathEnd
 
 
 class Blocks(NamedTuple):
@@ -37,3 +29,9 @@ def pieces(end: PathEnd, first: int = 0) -> list[Blocks]:
         if node.start_block <= first:
             break
     return found[::-1]
+
+
+def path_to(run: Run) -> tuple[str, bytes]:
+    """Return the salt of a run's tree, and the tokens up to the run's end, encoded."""
+    path = list(run.ancestry())
+    return path[-1].salt, b"".join(node.tokens for node in reversed(path))

@@ -13,9 +13,9 @@ from strandline.cache.tiers.device_entry import DeviceEntry
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.moves import Move, Moves
 from strandline.cache.tiers.neighbours import saved_tokens
+from strandline.cache.tiers.stored import Copy, TierSnapshot
 from strandline.cache.tiers.tier_sources import SpilledCopy
 from strandline.cache.tiers.tier_target import new_target
-from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
 from strandline.ids import RequestId
 from strandline.records.actions import StoreOut
 
@@ -81,7 +81,7 @@ class Spills:
         The caller pins the entry until the transfer has ended.
         """
         tree, leaving = self.lower.tree, entry.copy
-        snapshot = leaving.snapshot = tree.attach(leaving.snapshot, tree.name(entry.salt), entry.data)
+        snapshot = leaving.snapshot = tree.attach(leaving.snapshot, tree.name(entry.salt))
         tree.pin(snapshot)
         self._move(leaving, entry)
         tree.unpin(snapshot)
@@ -132,15 +132,13 @@ class Spills:
 
     def _missing(self, snapshot: TierSnapshot) -> range:
         """Return which blocks a snapshot needs that the persistent tier neither has nor is getting."""
-        if snapshot.end is None:
-            return range(0)
         return range(self.lower.column.last_on_path(snapshot.end).depth, snapshot.num_blocks)
 
     def _begin(self, leaving: Copy, entry: DeviceEntry | None, missing: range) -> None:
         """Put a snapshot and blocks into the persistent tier, and begin to copy them there."""
         lower, snapshot, moves = self.lower, leaving.snapshot, self._moves
         data = snapshot.path()
-        saved = saved_tokens(lower.column, snapshot.tree, data, leaving.position)
+        saved = saved_tokens(lower.column, snapshot, data)
         flags = leaving.is_shared, leaving.is_superseded, leaving.is_interior
         arriving = Copy(snapshot, leaving.kind, leaving.use, saved, *flags)
         target = new_target(lower, arriving, snapshot.tree, data, missing)

@@ -1,19 +1,21 @@
 """What tiers below the device have of the index: columns of its runs, and *demoted* runs, which the device lacks.
 
-What the device has is the beginning of every path: demoted runs follow it, and nothing that it has follows them. Their
-blocks are null blocks. The core imports none of this; it moves it with the runs (``Stored`` in ``tree.py``).
+The core imports none of this; it moves it with the runs (``Stored`` in ``tree.py``).
 """
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import chain
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from strandline.cache.tree import Run, SnapshotKey
-from strandline.cache.walk import common_blocks, descend
+from strandline.cache.tiers.paths import Block, Blocks, path_to, pieces
+from strandline.cache.traversal import continuations, stored_keys
+from strandline.cache.tree import Run, SnapshotKey, position_of
+from strandline.cache.use import Use
+from strandline.cache.walk import PathEnd, common_blocks
 from strandline.errors import CacheInvariantError
-from strandline.ids import NULL_BLOCK
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_BLOCK
+from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
@@ -25,15 +27,11 @@ class StoredRun:
     def __init__(self, addresses: "list[array[int]]") -> None:
         self.addresses = addresses
         """By tier: those of the blocks that it has, which are the first ones."""
-        self.snapshots: dict[SnapshotKey, Any] = {}
+        self.snapshots: dict[SnapshotKey, TierSnapshot] = {}
         self.keys: list[SnapshotKey] = []
         """The keys of ``snapshots``, sorted."""
         self.demoted: dict[bytes, Run] = {}
         """Continuations of the run that the device does not have, by their first blocks."""
-
-    @property
-    def has_demoted(self) -> bool:
-        return bool(self.demoted)
 
     def split(self, upper: Run, count: int) -> "StoredRun":
         first = StoredRun([addresses[:count] for addresses in self.addresses])
@@ -85,44 +83,9 @@ def stored_for(run: Run, num_tiers: int) -> StoredRun:
     return stored
 
 
-def stored_keys(run: Run) -> list[SnapshotKey]:
-    """Return the keys of the snapshots of a run that tiers have, sorted."""
-    stored = stored_of(run)
-    return [] if stored is None else stored.keys
-
-
-def demoted_after(run: Run) -> dict[bytes, Run]:
-    """Return the continuations of a run that the device does not have, by their first blocks."""
-    stored = stored_of(run)
-    return {} if stored is None else stored.demoted
-
-
 def demoted_run(parent: Run, start_block: int, tokens: bytes) -> Run:
     """Return a run that the device does not have."""
     return Run(parent, start_block, tokens, array("i", [NULL_BLOCK]) * (len(tokens) // BLOCK_KEY_BYTES))
-
-
-def is_on_device(run: Run) -> bool:
-    """Return whether the device has the blocks of a run; otherwise tiers alone do."""
-    return run.parent is None or run.blocks[0] != NULL_BLOCK
-
-
-def continuations(run: Run) -> Iterator[Run]:
-    """Yield the runs after a run, on the device or not."""
-    return chain(run.children.values(), demoted_after(run).values())
-
-
-def descend_below(root: Run, data: bytes | bytearray, num_blocks: int) -> tuple[Run, int]:
-    """Follow a path as ``descend`` does, and on where the device ends and tiers have more of it."""
-    run, depth = descend(root, data, num_blocks)
-    while run.end_block == depth < num_blocks:
-        start = depth * BLOCK_KEY_BYTES
-        child = demoted_after(run).get(bytes(data[start : start + BLOCK_KEY_BYTES]))
-        if child is None:
-            break
-        most = min(child.end_block, num_blocks) - depth
-        run, depth = child, depth + common_blocks(child.tokens, data, start, most + 1)
-    return run, depth
 
 
 def cut_demoted(run: Run, count: int) -> None:
@@ -150,3 +113,251 @@ def cut_off(run: Run, count: int) -> Run:
     stored.belong_to(lower)
     stored_for(parent, len(stored.addresses)).demoted[lower.first_key] = lower
     return lower
+
+
+class Column:
+    """What one tier has of a tree."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        """Number of the tier, nearest first."""
+
+    def addresses_in(self, run: Run) -> "array[int]":
+        """Return the addresses of the blocks of a run that the tier has, which are the first ones."""
+        stored = stored_of(run)
+        return _NONE if stored is None else stored.addresses[self.index]
+
+    def num_blocks_in(self, run: Run) -> int:
+        """Return how many of a run's blocks the tier has."""
+        stored = stored_of(run)
+        return 0 if stored is None else len(stored.addresses[self.index])
+
+    def last_on_path(self, end: PathEnd) -> PathEnd:
+        """Return how much of a path the tier has."""
+        run, depth = end
+        while run.parent is not None:
+            if num_blocks := self.num_blocks_in(run):
+                return PathEnd(run, min(depth, run.start_block + num_blocks))
+            run, depth = run.parent, run.start_block
+        return PathEnd(run, 0)
+
+    def num_children(self, end: PathEnd) -> int:
+        """Count the continuations of a path that the tier has."""
+        run, depth = end
+        if depth < run.end_block:
+            return int(run.start_block + self.num_blocks_in(run) > depth)
+        return sum(self.num_blocks_in(child) > 0 for child in continuations(run))
+
+    def addresses(self, end: PathEnd, first: int = 0) -> "array[int]":
+        """Return the addresses of the blocks of a path that the tier has, from ``first`` on."""
+        found = array("q")
+        for blocks in pieces(end, first):
+            found += self.addresses_in(blocks.run)[blocks.start : blocks.end]
+        return found
+
+    def copy(self, run: Run, key: SnapshotKey) -> "Copy | None":
+        """Return the tier's copy of a snapshot of a run, if it has one."""
+        stored = stored_of(run)
+        snapshot = None if stored is None else stored.snapshots.get(key)
+        return None if snapshot is None else snapshot.copies[self.index]
+
+    def copies(self, run: Run) -> "Iterator[Copy]":
+        """Yield the tier's snapshots of a run, in the order in which they have entered the tree."""
+        return filter(None, (self.copy(run, key) for key in stored_keys(run)))
+
+    def copies_after(self, run: Run, depth: int) -> "Iterator[Copy]":
+        """Yield the tier's snapshots of a run between the end of the block at a depth and that of the next one."""
+        keys = stored_keys(run)[find_key(run, depth) : find_key(run, depth + 1)]
+        return filter(None, (self.copy(run, key) for key in keys))
+
+    def first_after(self, run: Run, depth: int) -> "Copy | None":
+        """Return the tier's first snapshot of a run after the block at a depth and the next one."""
+        for num_blocks, _ in stored_keys(run)[find_key(run, depth + 1) :]:
+            first = min(self.copies_after(run, num_blocks), key=lambda copy: copy.position, default=None)
+            if first is not None:
+                return first
+        return None
+
+    def copies_on(self, end: PathEnd, data: bytes | bytearray, *, beyond: int = -1) -> "Iterator[Copy]":
+        """Yield the tier's snapshots on a path beyond a position, deepest first.
+
+        Args:
+            data: the tokens of the path and what follows, encoded.
+        """
+        for node in end.run.ancestry():
+            if (node.end_block + 1) * BLOCK_TOKENS <= beyond:
+                return
+            stored = stored_of(node)
+            if stored is None:
+                continue
+            # Of the keys that the path begins with, after the same number of blocks, the longest is the last.
+            for index in range(find_key(node, end.depth + 1) - 1, -1, -1):
+                snapshot = stored.snapshots[stored.keys[index]]
+                copy = snapshot.copies[self.index]
+                if copy is not None and data.startswith(copy.snapshot.tail, copy.snapshot.num_blocks * BLOCK_KEY_BYTES):
+                    if copy.position <= beyond:
+                        return
+                    yield copy
+
+    def below(self, run: Run, depth: int = 0) -> "Iterator[Copy]":
+        """Yield the tier's snapshots after the block at a depth that a run contains, and below."""
+        waiting = [run]
+        while waiting:
+            node = waiting.pop()
+            found = [copy for copy in self.copies(node) if copy.snapshot.num_blocks >= depth]
+            yield from sorted(found, key=lambda copy: copy.snapshot.num_blocks)
+            waiting += filter(self.num_blocks_in, continuations(node))
+
+    def enter(self, copy: "Copy") -> None:
+        """Take in a copy of a snapshot of the tree, and the blocks before it."""
+        copy.column, copy.snapshot.copies[self.index] = self, copy
+        depth = copy.snapshot.num_blocks
+        for run in copy.snapshot.home.ancestry():
+            if run.parent is None:
+                return
+            addresses = stored_for(run, len(copy.snapshot.copies)).addresses[self.index]
+            num_lacking = depth - run.start_block - len(addresses)
+            if num_lacking <= 0:
+                return
+            addresses.extend([NO_ADDRESS] * num_lacking)
+            depth = run.start_block
+
+    def blocks_for(self, copy: "Copy") -> list[Blocks]:
+        """Return the blocks that the tier has for a copy alone, the deepest run first."""
+        alone, below = list[Blocks](), None
+        for run in copy.snapshot.home.ancestry():
+            num_blocks = self.num_blocks_in(run)
+            is_shared = any(child is not below and self.num_blocks_in(child) for child in continuations(run))
+            if is_shared or run.parent is None:
+                break
+            others = (key for key in reversed(stored_keys(run)) if self.copy(run, key) not in (None, copy))
+            num_shared = next(others, (run.start_block, b""))[0] - run.start_block
+            if num_shared < num_blocks:
+                alone.append(Blocks(run, num_shared, num_blocks))
+            if num_shared:
+                break
+            below = run
+        return alone
+
+    def leave(self, copy: "Copy", alone: Iterable[Blocks]) -> PathEnd:
+        """Drop a copy of a snapshot, and the blocks that the tier has for it alone; return what is left before it.
+
+        Args:
+            alone: the result of ``blocks_for``.
+        """
+        copy.column = copy.snapshot.copies[self.index] = None
+        copy.last_push = 0
+        run, depth = copy.snapshot.home, copy.snapshot.num_blocks
+        for blocks in alone:
+            del self.addresses_in(blocks.run)[blocks.start :]
+            run, depth = blocks.run, blocks.run.start_block + blocks.start
+        if depth == run.start_block and run.parent is not None:
+            run = run.parent
+        return PathEnd(run, depth)
+
+
+@dataclass(slots=True, eq=False)
+class TierSnapshot:
+    """A snapshot that the device has evicted, in the stores of one or several tiers, or on its way back."""
+
+    home: Run
+    """The run with the last whole block before it, or the root."""
+    key: SnapshotKey
+    tree: str = ""
+    """The name of its tree."""
+    copies: "list[Copy | None]" = field(default_factory=list)
+    """By tier."""
+    num_pins: int = 0
+    """What keeps it in the tree, whether a tier has it or not: moves under way."""
+
+    @property
+    def position(self) -> int:
+        return position_of(self.key)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of whole blocks before it."""
+        return self.key[0]
+
+    @property
+    def tail(self) -> bytes:
+        """The tokens from the end of the last whole block to its position, encoded."""
+        return self.key[1]
+
+    @property
+    def end(self) -> PathEnd:
+        """The end of the whole blocks before it."""
+        return PathEnd(self.home, self.num_blocks)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a tier has it or something pins it."""
+        return self.num_pins > 0 or any(self.copies)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether its position is inside a block."""
+        return bool(self.tail)
+
+    @property
+    def whole_blocks(self) -> list[Blocks]:
+        """The whole blocks before it, which it needs, in order."""
+        return pieces(self.end)
+
+    def locate(self, indices: Collection[int]) -> dict[int, Block]:
+        """Return those whole blocks before it that have these indices in its path, by index and in order."""
+        if not indices:
+            return {}
+        return {
+            run.start_block + own: (run, own)
+            for run, start, stop in pieces(self.end, min(indices))
+            for own in range(start, stop)
+            if run.start_block + own in indices
+        }
+
+    def path(self) -> bytes:
+        """Return the tokens before it, encoded."""
+        return path_to(self.home)[1][: self.num_blocks * BLOCK_KEY_BYTES] + self.tail
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A snapshot as one tier stores it, or as one would."""
+
+    snapshot: TierSnapshot
+    kind: SnapshotKind
+    use: Use
+    saved_tokens: int
+    """Tokens since the nearest snapshot above, on the device or in the tier."""
+    is_shared: bool = False
+    is_superseded: bool = False
+    is_interior: bool = False
+    """Whether its path continued when it was evicted."""
+    column: Column | None = None
+    """That of the tier; None: it is not in a tier (any more)."""
+    address: int = NO_ADDRESS
+    """Where it is stored; ``NO_ADDRESS``: it is the end of its blocks alone."""
+    tail_address: int = NO_ADDRESS
+    """Address of the block that contains its position; ``NO_ADDRESS``: it is at a block's end."""
+    num_moves: int = 0
+    """Moves under way that read or write it, or blocks before it: it is not evicted."""
+    last_push: int = 0
+    """The number of its last push onto the eviction queue; 0: it is not there."""
+
+    @property
+    def position(self) -> int:
+        return self.snapshot.position
+
+    @property
+    def num_continuations(self) -> int:
+        """Continuations of its path, up to two: those in the tier, or one if it was evicted before its continuation."""
+        num_children = 0 if self.column is None else self.column.num_children(self.snapshot.end)
+        return max(int(self.is_interior), min(num_children, 2))
+
+
+_NONE = array("q")
+
+
+def find_key(run: Run, num_blocks: int, key: bytes = b"") -> int:
+    """Return where a key is among the sorted ones of the snapshots that tiers have, or would be."""
+    return bisect_left(stored_keys(run), (num_blocks, key))

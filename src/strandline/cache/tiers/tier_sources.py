@@ -20,7 +20,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.tiers.device_entry import Sources
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.path_blocks import PathBlocks
-from strandline.cache.tiers.tier_tree import Copy, TierSnapshot
+from strandline.cache.tiers.stored import Copy, TierSnapshot
 from strandline.ids import NO_ADDRESS, BlockId, RequestId
 from strandline.records.actions import Completion, StoredPath
 from strandline.records.tokens import BLOCK_KEY_BYTES
@@ -38,8 +38,7 @@ class SpilledCopy:
         self._tier = tier
         self.copy = copy
         self._holds = holds
-        addresses, end = path.addresses, copy.snapshot.end
-        own = () if end is None else tier.column.addresses(end)
+        addresses, own = path.addresses, tier.column.addresses(copy.snapshot.end)
         pairs = [(own[index], address) for index, address in addresses.items()]
         pairs += [(copy.address, path.address), (copy.tail_address, path.tail_address)]
         stored = tuple(pair for pair in pairs if pair[0] != NO_ADDRESS)
@@ -104,8 +103,6 @@ class RetainedCopy:
     def _forget_lost(self, lost: set[int]) -> None:
         """Evict the snapshots that need addresses which could not be read."""
         tier, end = self._tier, self.pinned.end
-        if end is None:
-            return
         gone = {index for index, address in enumerate(tier.column.addresses(end)) if address in lost}
         for copy in list(tier.column.copies_after(end.run, end.depth)):
             if not lost.isdisjoint((copy.address, copy.tail_address)):
@@ -123,8 +120,7 @@ class ExchangedCopy:
         self.copy = copy
         self.pinned = _pin(tier, copy, data)
         self._num_blocks = len(blocks) + tier.snapshot_blocks(self.pinned.position)
-        end, wanted = self.pinned.end, set(blocks)
-        own = () if end is None else tier.column.addresses(end)
+        own, wanted = tier.column.addresses(self.pinned.end), set(blocks)
         self._index_at = {address: index for index, address in enumerate(own) if address in wanted}
         """By address that is read: the index of a whole block in the path."""
         self._returning = PathBlocks(self.pinned, [])
@@ -174,7 +170,7 @@ class ExchangedCopy:
         Nothing is done if the last block has left the tier: blocks before it are there for other snapshots.
         """
         tier, end, freed = self._tier, self.pinned.end, dict[int, int]()
-        if end is None or tier.column.last_on_path(end) != end:
+        if tier.column.last_on_path(end) != end:
             return
         for run, start, stop in self.pinned.whole_blocks[::-1]:
             addresses = tier.column.addresses_in(run)
@@ -191,7 +187,8 @@ def _pin(tier: LowerTier, copy: Copy, data: bytearray) -> TierSnapshot:
     """Pin in the tree what is loaded: a snapshot or, without snapshots, the end of a block."""
     snapshot = copy.snapshot
     if not tier.has_snapshots:
-        end = TierSnapshot((len(data) // BLOCK_KEY_BYTES, b""))
-        snapshot = tier.tree.attach(end, snapshot.tree, data)
+        depth = len(data) // BLOCK_KEY_BYTES
+        home = next(run for run in snapshot.home.ancestry() if run.start_block < depth)
+        snapshot = tier.tree.attach(TierSnapshot(home, (depth, b"")), snapshot.tree)
     tier.tree.pin(snapshot)
     return snapshot

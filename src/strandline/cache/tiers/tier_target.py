@@ -2,7 +2,7 @@
 
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.path_blocks import PathBlocks
-from strandline.cache.tiers.tier_tree import Copy
+from strandline.cache.tiers.stored import Copy
 from strandline.ids import NO_ADDRESS
 from strandline.records.actions import Completion, StoredBlocks, StoredPath
 
@@ -20,7 +20,7 @@ class TierTarget:
         self.tier = tier
         self.copy = copy
         self.path = path
-        tier.enter(copy, path.tree, path.data)
+        tier.enter(copy, path.tree)
         copy.num_moves += 1
         self.pinned = copy.snapshot
         tier.tree.pin(self.pinned)
@@ -87,6 +87,7 @@ def new_target(tier: LowerTier, copy: Copy, tree: str, data: bytes, missing: ran
 
     Args:
         copy: one that is not in the tier.
+        tree: the name of its tree.
         data: the tokens before it, encoded.
         missing: the indices of the blocks that arrive with it.
     """

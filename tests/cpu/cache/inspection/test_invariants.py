@@ -7,8 +7,8 @@ import pytest
 from strandline.cache import Lease
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
-from strandline.cache.stored import demoted_after, stored_keys
-from strandline.cache.tiers.tier_tree import Column
+from strandline.cache.tiers.stored import Column
+from strandline.cache.traversal import demoted_after, stored_keys
 from strandline.cache.tree import Run, Snapshot
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS
@@ -317,7 +317,7 @@ def lose_a_tail(scene: TierScene) -> None:
 
 
 def move_to_another_tier(scene: TierScene) -> None:
-    scene.copies[0].column = Column(scene.tier.tree, 0)
+    scene.copies[0].column = Column(0)
 
 
 def pin_without_a_move(scene: TierScene) -> None:
@@ -366,7 +366,7 @@ def empty_the_tiers_queue(scene: TierScene) -> None:
 
 
 TIER_FAULTS: dict[Callable[[TierScene], None], str] = {
-    miscount_a_tier: "blocks at rest counted",
+    miscount_a_tier: "stored blocks counted",
     miscount_snapshots_of_a_tier: "demoted snapshots, not",
     save_nothing: "is said to save 0 tokens",
     lose_a_state: "has address 0",

@@ -40,7 +40,7 @@ def evicted(prompt: list[int] = PROMPT, lower_blocks: int = 100, rule: ResumeRul
     return driver
 
 
-def test_evicted_prompts_return_whole_and_rest_no_more() -> None:
+def test_evicted_prompts_return_whole_and_leave_the_tier() -> None:
     driver = evicted()
     assert tier(driver).num_used == 6 + 1 + 5, "whole blocks, the one that the snapshot lies in, and its slot"
     assert driver.lookup([*PROMPT, 1]).misses == (Miss(Reason.DEMOTED, 0, 400), Miss(Reason.DIVERGED, 400, 401))

@@ -1,20 +1,20 @@
 """The persistent tier: what leaves host memory for it, what returns from it, and what a restart finds."""
 
-from typing import NoReturn
-
 import pytest
 
 from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
+from strandline.cache.policy import resume_rules
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
-from strandline.cache.resume import NO_MATCH, ResumeRule
-from strandline.cache.stored import continuations, demoted_after
+from strandline.cache.resume import ResumeRule
 from strandline.cache.tiers import LoadCosts
 from strandline.cache.tiers.adoption import KnownPaths
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_BEGUN, spare_blocks
-from strandline.cache.tiers.tier_tree import TierSnapshot
+from strandline.cache.tiers.stored import TierSnapshot
+from strandline.cache.traversal import continuations, demoted_after
 from strandline.cache.tree import Run
+from strandline.cache.walk import Walk, walk
 from strandline.records.account import Miss, Reason
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.offer import Offer
@@ -77,7 +77,7 @@ def kept_by(driver: Driver, *, lose: int = 0) -> Kept:
                     blocks.append(KeptBlocks(tree, hashes[depth - 1], key, (address,), 0, 0.0, False))
             waiting += [(child, path, hashes) for child in continuations(run)]
             for found in disk.column.copies(run):
-                before, key = hashes[found.snapshot.num_blocks], found.snapshot.rest
+                before, key = hashes[found.snapshot.num_blocks], found.snapshot.tail
                 if found.address:
                     snapshots.append(
                         KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
@@ -217,9 +217,9 @@ def test_nothing_that_is_on_its_way_can_be_loaded() -> None:
     driver.serve(PROMPT)
     evict_all(driver)
     host, disk = tiers(driver)
-    end = disk.tree.walk(disk.tree.name(""), TokenBuffer(PROMPT).data, 6)
-    assert end is not None
-    assert disk.find(end, TokenBuffer(PROMPT).data, NO_MATCH) is None
+    match = driver.cache.internals().index.match("", TokenBuffer(PROMPT).data)
+    assert match is not None
+    assert disk.find(TokenBuffer(PROMPT).data, match) is None
     offer = driver.loads.tier_offer(TokenBuffer(PROMPT))
     assert offer is not None
     assert offer.store == "host"
@@ -419,28 +419,21 @@ def test_without_a_persistent_tier_there_is_no_flush() -> None:
     assert Driver(lower_blocks=(13,)).loads.begin_flush() is None
 
 
-class Untouchable(dict[tuple[int, bytes], TierSnapshot]):
-    """Snapshots that no lookup asks for."""
-
-    def values(self) -> NoReturn:
-        raise AssertionError("a lookup visited what the device has")
-
-    items = values
-
-
-def test_lookups_visit_only_what_the_device_lacks() -> None:
+def test_a_lookup_and_the_offer_after_it_walk_once(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = spilled(PROMPT, [*PROMPT, *pattern(3, 50)], NEXT_TURN, host=40)
-    _, disk = tiers(driver)
     assert driver.bring_back(PROMPT)
-    deepest = max(disk.snapshots(), key=lambda snapshot: snapshot.position)
-    above = list(deepest.snapshot.ancestry())[1:]
-    assert [run.end_block for run in above] == [6, 0]
-    for run in above[1:]:
-        run.snapshots = Untouchable(run.snapshots)
-    assert driver.lookup(NEXT_TURN).misses[0] == Miss(Reason.DEMOTED, 400, 600)
-    offer = driver.loads.tier_offer(TokenBuffer(NEXT_TURN))
+    walks = list[bytes]()
+
+    def counted(root: Run, data: bytearray) -> Walk:
+        walks.append(bytes(data))
+        return walk(root, data)
+
+    monkeypatch.setattr(resume_rules, "walk", counted)
+    prompt = TokenBuffer(NEXT_TURN)
+    assert driver.cache.lookup(prompt).misses[0] == Miss(Reason.DEMOTED, 400, 600)
+    offer = driver.loads.tier_offer(prompt)
     assert offer is not None
-    assert offer.position == 600
+    assert (offer.position, walks) == (600, [bytes(prompt.data)])
 
 
 def test_few_spills_begin_between_two_steps() -> None:

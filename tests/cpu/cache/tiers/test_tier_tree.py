@@ -5,12 +5,13 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strandline.cache.stored import demoted_after, descend_below
 from strandline.cache.tiers.path_blocks import PathBlocks
-from strandline.cache.tiers.paths import PathEnd, pieces
-from strandline.cache.tiers.tier_tree import Copy, TierSnapshot, TierTree
-from strandline.cache.traversal import all_runs_below
+from strandline.cache.tiers.paths import pieces
+from strandline.cache.tiers.stored import Copy, TierSnapshot
+from strandline.cache.tiers.tier_tree import TierTree
+from strandline.cache.traversal import all_runs_below, demoted_after
 from strandline.cache.use import Use
+from strandline.cache.walk import PathEnd, descend_below, walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
 from strandline.records.tokens import BLOCK_KEY_BYTES, encode
@@ -35,7 +36,8 @@ def new_tree(num_tiers: int) -> TierTree:
 
 def entered(tree: TierTree, path: Path, tier: int) -> Copy:
     """Return a copy for a tier of the snapshot at the end of a path, which is in the tree now."""
-    snapshot = tree.attach(TierSnapshot((len(path), b"")), "", encoded(path))
+    home = tree.grow("", encoded(path), len(path))
+    snapshot = tree.attach(TierSnapshot(home, (len(path), b"")), "")
     copy = Copy(snapshot, SnapshotKind.BRANCH, Use(0, 0), snapshot.position)
     tree.columns[tier].enter(copy)
     return copy
@@ -70,7 +72,7 @@ def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]]
         known = beginnings({*held[0], *held[1]})
         assert sum(run.end_block - run.start_block for run in all_runs_below(root)) == len(known) - 1
         for other in asked:
-            end = PathEnd(*descend_below(root, encoded(other), len(other)))
+            end = walk(root, bytearray(encoded(other))).last
             deepest = max(end for end in range(len(other) + 1) if other[:end] in known)
             assert end.depth == deepest
             tokens = b"".join([blocks.run.tokens for blocks in pieces(end)])
@@ -97,5 +99,5 @@ def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
     found = {index: column.addresses_in(run)[own] for index, (run, own) in located.items()}
     assert [*found.items()] == [(0, 11), (1, 12), (3, 14), (4, 15)]
     assert copy.snapshot.path() == encoded((1, 2, 3, 4, 5))
-    run, _ = descend_below(tree.root(""), encoded((1, 2, 3, 4, 5)), 5)
+    run, _ = descend_below(tree.root(""), 0, encoded((1, 2, 3, 4, 5)), 5)
     assert column.addresses(PathEnd(run, 4), 1).tolist() == [12, 13, 14]
