@@ -14,6 +14,7 @@ from strandline.server.http.response_parts import MAX_PART_BYTES
 from strandline.server.http.serving import http_config
 from strandline.server.http.stream_writer import STREAM_WRITER
 from strandline.server.launch import listen
+from tests.cpu.server.steady_loop import run_steadily
 
 TIMEOUT_S: Final = 60.0
 CLIENT_TIMEOUT_S: Final = 0.2
@@ -153,7 +154,7 @@ def test_connection_that_sends_nothing_is_closed() -> None:
             reader, _ = await clients.connect()
             assert await seconds_until_closed(reader) < TIMEOUT_S / 2
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
@@ -168,7 +169,7 @@ def test_head_that_never_ends_is_closed(num_before: int) -> None:
             assert await seconds_until_closed(reader) < TIMEOUT_S / 2
             trickling.cancel()
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 def test_half_head_behind_a_whole_one_is_closed() -> None:
@@ -179,7 +180,7 @@ def test_half_head_behind_a_whole_one_is_closed() -> None:
             await read_answer(reader)
             assert await seconds_until_closed(reader) < TIMEOUT_S / 2
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 def test_idle_connection_is_kept_as_long_as_uvicorn_does() -> None:
@@ -191,7 +192,7 @@ def test_idle_connection_is_kept_as_long_as_uvicorn_does() -> None:
                 await read_answer(reader)
             assert await seconds_until_closed(reader) >= KEEP_ALIVE_S - 0.1
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 @pytest.mark.parametrize("num_at_once", [1, 3])
@@ -203,7 +204,7 @@ def test_responses_may_take_longer_than_heads(num_at_once: int) -> None:
             for _ in range(num_at_once):
                 await read_answer(reader)
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 def test_connection_that_leaves_response_unread_is_closed() -> None:
@@ -214,7 +215,7 @@ def test_connection_that_leaves_response_unread_is_closed() -> None:
             await until(lambda: clients.num_served == 1)
             await until(lambda: clients.num_served == 0)
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 def test_unread_stream_is_closed(caplog: pytest.LogCaptureFixture) -> None:
@@ -225,7 +226,7 @@ def test_unread_stream_is_closed(caplog: pytest.LogCaptureFixture) -> None:
             await until(lambda: clients.num_served == 1)
             await until(lambda: clients.num_served == 0)
 
-    asyncio.run(run())
+    run_steadily(run())
     assert f"read nothing for {CLIENT_TIMEOUT_S:g} s" in caplog.text
 
 
@@ -240,7 +241,7 @@ def test_client_that_reads_now_and_then_is_served_on() -> None:
                 await asyncio.sleep(CLIENT_TIMEOUT_S / 4)
             assert clients.num_served == 1
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 @pytest.mark.parametrize("app", [long, burst])
@@ -256,7 +257,7 @@ def test_large_bodies_may_be_read_slowly(app: ASGIApp) -> None:
                 await reader.readexactly(MORE_THAN_BUFFERS_HOLD // num_parts)
                 await asyncio.sleep((KEEP_ALIVE_S + 1.5 * limit_s) / num_parts)
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 def test_request_behind_an_unread_response_is_aborted() -> None:
@@ -269,7 +270,7 @@ def test_request_behind_an_unread_response_is_aborted() -> None:
             writer.write(REQUEST)
             await until(lambda: clients.num_served == 0)
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 @pytest.mark.parametrize("num_at_once", [1, 3])
@@ -283,7 +284,7 @@ def test_written_parts_have_same_bytes_as_sent_ones(num_at_once: int) -> None:
                 got += await reader.read(2**16)
             return b"".join(line for line in got.splitlines(True) if not line.startswith(b"date:"))
 
-    asked, direct = asyncio.run(answer(sent)), asyncio.run(answer(written))
+    asked, direct = run_steadily(answer(sent)), run_steadily(answer(written))
     assert direct == asked
     assert direct.count(b"HTTP/1.1 200 ") == num_at_once
 
@@ -303,7 +304,7 @@ def test_parts_are_written_where_bodies_are_chunked(head: bytes, is_written: byt
             writer.write(head)
             assert b"is: " + is_written in await reader.readuntil(b"\r\n\r\n")
 
-    asyncio.run(run())
+    run_steadily(run())
 
 
 def test_parts_are_not_written_to_full_or_lost_connections() -> None:
@@ -329,5 +330,5 @@ def test_parts_are_not_written_to_full_or_lost_connections() -> None:
             writer.transport.abort()
             await until(lambda: len(written) == 3)
 
-    asyncio.run(run())
+    run_steadily(run())
     assert written == [False, True, False]
