@@ -36,10 +36,21 @@ os.execv(sys.argv[1], sys.argv[1:])
 Start = Callable[[Sequence[str], Mapping[str, str], int], "subprocess.Popen[bytes] | ForkedProcess"]
 
 
-def fork_server(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess:
+def fork_server(
+    arguments: Sequence[str], environment: Mapping[str, str], output: int, module: str = "strandline"
+) -> ForkedProcess:
     """Fork the command line's process from one that has done its imports, and its engines' processes likewise."""
     descriptors = {1: output, 2: output}
-    return ForkedProcess(templates().front_ends, "strandline", arguments, descriptors, environment=environment)
+    return ForkedProcess(templates().front_ends, module, arguments, descriptors, environment=environment)
+
+
+def fork_server_with_held_restarts(may_restart: Path) -> Start:
+    """Return what forks a server whose engines are restarted once a file exists."""
+
+    def start(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess:
+        return fork_server([str(may_restart), *arguments], environment, output, "tests.cpu.server.held_restarts")
+
+    return start
 
 
 class ForkedServer(ForkedProcess):
@@ -142,11 +153,42 @@ class ServerProcess:
             assert response.status_code == 200, response.read()
             yield (line.removeprefix("data: ") for line in response.iter_lines() if line)
 
+    def metrics(self) -> str:
+        """Return all metrics, once each engine has answered: on a busy machine, samples of a late one are left out."""
+        text = ""
+
+        def all_answer() -> bool:
+            nonlocal text
+            text = self.get("/metrics").text
+            return 0.0 not in _values(text, "engine_up")
+
+        self.wait_until(all_answer)
+        return text
+
     def metric(self, name: str) -> float:
         """Return a metric's value, summed over its labels."""
-        values = re.findall(rf"^strandline:{name}\{{[^}}]*\}} (\S+)$", self.get("/metrics").text, re.MULTILINE)
-        assert values, f"no metric {name}"
-        return sum(map(float, values))
+        return self._sums(name)[0]
+
+    def _sums(self, *names: str) -> list[float]:
+        text = self.metrics()
+        values = {name: _values(text, name) for name in names}
+        assert all(values.values()), f"metrics without a sample: {[name for name in names if not values[name]]}"
+        return [sum(values[name]) for name in names]
+
+    def growth_of(self, *names: str) -> Callable[[], list[float]]:
+        """Wait until the server is idle; return what returns by how much metrics have grown since.
+
+        A metric need not have a sample yet.
+        """
+        self.wait_until_idle()
+        text = self.metrics()
+        before = [sum(_values(text, name)) for name in names]
+        return lambda: [new - old for new, old in zip(self._sums(*names), before, strict=True)]
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing runs or waits: a request that an earlier test has left ends when the server notices."""
+        self.wait_until(lambda: self.get("/load").json() == {"server_load": 0})
+        self.wait_until(lambda: sum(self._sums("num_requests_running", "num_requests_waiting")) == 0)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -181,6 +223,12 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def _values(metrics: str, name: str) -> list[float]:
+    """Return the values of a metric's samples."""
+    found: list[str] = re.findall(rf"^strandline:{name}\{{[^}}]*\}} (\S+)$", metrics, re.MULTILINE)
+    return [float(value) for value in found]
 
 
 def _command_line(pid: str) -> bytes:

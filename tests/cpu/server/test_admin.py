@@ -164,7 +164,7 @@ def test_weights_change_while_a_request_runs(
         assert (update.status_code, update.json()["success"]) == (200, True)
         assert update.json()["num_paused_requests"] == 1
         assert admin.get("/weight_info").json() == {"weight_version": "step-1"}
-        assert 'weight_version="step-1"} 1.0' in admin.get("/metrics").text
+        assert 'weight_version="step-1"} 1.0' in admin.metrics()
         mixed = tokens(first.result())
     changed = next(index for index, (ours, theirs) in enumerate(zip(mixed, long_answer, strict=True)) if ours != theirs)
     answer = generate(admin)

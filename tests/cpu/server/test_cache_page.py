@@ -91,6 +91,7 @@ def test_a_past_request_is_explained_by_its_answers_id(server: ServerProcess) ->
 
 def test_explain_predicts_hits_and_changes_nothing(server: ServerProcess) -> None:
     complete(server, "what if " * 20)
+    server.wait_until_idle()
     before = state(server)
     prompts: list[dict[str, Any]] = [{"prompt": "what if " * 20 + "not"}, {"prompt": [119, 104, 97, 116]}]
     told = [explain(server, **prompt) for prompt in prompts]
@@ -129,6 +130,7 @@ def test_anthropic_conversation_is_explained_as_its_api_renders_it(json_server: 
 def test_prompt_of_another_salt_is_invisible(server: ServerProcess) -> None:
     theirs, unseen = "the words of one tenant " * 8, "words never sent before " * 8
     complete(server, theirs, cache_salt="its owner")
+    server.wait_until_idle()
 
     def told(prompt: str, salt: str) -> tuple[Any, ...]:
         before = state(server)["stats"]
@@ -140,7 +142,7 @@ def test_prompt_of_another_salt_is_invisible(server: ServerProcess) -> None:
         return explained, cache, counted, after["queried_tokens"] - before["queried_tokens"]
 
     assert told(theirs, "a stranger") == told(unseen, "another stranger")
-    assert 'reason="other_salt"' not in server.get("/metrics").text
+    assert 'reason="other_salt"' not in server.metrics()
 
 
 def test_salted_entries_are_shown_only_with_their_salt(server: ServerProcess) -> None:

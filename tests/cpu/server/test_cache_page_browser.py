@@ -155,6 +155,7 @@ def test_what_prompts_say_is_never_taken_for_html(page: Browser, server: ServerP
 
 def test_a_prompt_can_be_asked_about_without_being_run(page: Browser, server: ServerProcess) -> None:
     complete(server, "asked about " * 10)
+    server.wait_until_idle()
     before = state(server)["stats"]
     page.run("document.querySelector('#ask').open = true")
     page.run("document.querySelector('#prompt').value = 'asked about '.repeat(10) + 'it'")

@@ -15,7 +15,7 @@ import pytest
 
 from strandline.events.resumable import PromptHashes
 from strandline.events.subscriber import Subscriber
-from tests.cpu.server.process import ServerProcess, running_server
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess, fork_server_with_held_restarts, running_server
 from tests.cpu.server.test_lifecycle import ENDLESS, lives, refuse
 
 ROUTING = Path(__file__).parents[3] / "docs" / "routing.md"
@@ -40,9 +40,14 @@ def pair(bytes_dir: Path, sockets: Path) -> Iterator[ServerProcess]:
 
 def by_engine(server: ServerProcess, name: str) -> list[float]:
     """Return a metric's value of each engine, summed over other labels."""
+    return values_by_engine(server.metrics(), name)
+
+
+def values_by_engine(metrics: str, name: str) -> list[float]:
+    """Return a metric's value of each engine that has answered, and 0 of others."""
     found = [0.0, 0.0]
     pattern = rf'^strandline:{name}\{{[^}}]*engine="(\d)"[^}}]*\}} (\S+)$'
-    for engine, value in re.findall(pattern, server.get("/metrics").text, re.MULTILINE):
+    for engine, value in re.findall(pattern, metrics, re.MULTILINE):
         found[int(engine)] += float(value)
     return found
 
@@ -120,7 +125,7 @@ def test_choices_of_one_prompt_share_an_engine(pair: ServerProcess) -> None:
 def test_metrics_have_samples_of_both_engines(pair: ServerProcess, server: ServerProcess) -> None:
     assert by_engine(pair, "engine_up") == [1, 1]
     assert pair.metric("cache_memory_bytes") == 2 * server.metric("cache_memory_bytes")
-    text = pair.get("/metrics").text
+    text = pair.metrics()
     types = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(types) == len(set(types))
     assert len(re.findall(r"^strandline:num_requests_waiting\{", text, re.MULTILINE)) == 2
@@ -150,7 +155,7 @@ def test_each_engine_publishes_its_events(pair: ServerProcess, sockets: Path) ->
     hits = []
     for suffix in ("", "_dp1"):
         with Subscriber(f"ipc://{sockets}/live{suffix}", f"ipc://{sockets}/replay{suffix}") as subscriber:
-            assert subscriber.catch_up()
+            assert subscriber.catch_up(TIMEOUT_S)
             hits.append(subscriber.index.hit_tokens(PromptHashes(tokens)))
     assert sorted(hits)[-1] == len(tokens)
     assert sorted(hits)[0] < len(tokens)
@@ -169,11 +174,12 @@ def test_sigterm_drains_both_and_a_restart_finds_both_disks(
         cores = server.core_pids(2)
         answers = [complete(server, prompt) for prompt in prompts]
         assert by_engine(server, "request_success_total") == [1, 1]
+        before = by_engine(server, "prefix_cache_queries_total")
         with ExitStack() as stack:
             streams = [stack.enter_context(server.stream(prompt=x, max_tokens=300, **GREEDY)) for x in "xy"]
             for events in streams:
                 next(events)
-            assert by_engine(server, "num_requests_running") == [1, 1]
+            assert growth(server, "prefix_cache_queries_total", before) == [1, 1]
             server.signal(signal.SIGTERM)
             assert [list(events)[-1] for events in streams] == ["[DONE]", "[DONE]"]
         assert server.exit_code() == 0
@@ -190,7 +196,9 @@ def test_sigterm_drains_both_and_a_restart_finds_both_disks(
 
 
 def test_a_killed_engine_ends_its_requests_alone(bytes_dir: Path, tmp_path: Path) -> None:
-    with running_server(bytes_dir, tmp_path / "log", *TWO, "--restart") as server, ExitStack() as stack:
+    may_restart = tmp_path / "may-restart"
+    start = fork_server_with_held_restarts(may_restart)
+    with running_server(bytes_dir, tmp_path / "log", *TWO, "--restart", start=start) as server, ExitStack() as stack:
         first, second = (stack.enter_context(server.stream(**{**ENDLESS, "prompt": x})) for x in "xy")
         for events in (first, second):
             next(events)
@@ -200,12 +208,13 @@ def test_a_killed_engine_ends_its_requests_alone(bytes_dir: Path, tmp_path: Path
         assert "engine 1 has stopped: its process ended with code -9" in json.loads(error)["error"]["message"]
         assert done == "[DONE]"
         assert "engine 1 has stopped" in server.get("/health").json()["error"]["message"]
-        assert by_engine(server, "engine_up") == [1, 0]
         for _ in range(2):
             complete(server, "what comes now goes to the other engine")
-        assert by_engine(server, "num_requests_running") == [1, 0]
+        server.wait_until(lambda: values_by_engine(server.get("/metrics").text, "engine_up") == [1, 0])
         next(first)
+        may_restart.touch()
         server.wait_until(lambda: server.get("/health").status_code == 200)
+        assert by_engine(server, "num_requests_running") == [1, 0]
         complete(server, "an engine that has restarted is the least loaded")
         assert by_engine(server, "prefix_cache_queries_total")[1] > 0
         assert server.core_pids(2)[0] == old[0]

@@ -61,7 +61,7 @@ def test_shell_examples_of_other_pages_run(demo_server: ServerProcess, page: str
 def test_every_flag_and_metric_is_on_the_page(demo_server: ServerProcess) -> None:
     flags = set(build_parser().parse_args(["serve"]).parser._option_string_actions)
     assert flags - set(re.findall(r"(?<![\w-])--?[a-z-]+", PAGE)) == {"-h"}
-    metrics = re.findall(r"^# TYPE strandline:(\w+)", demo_server.get("/metrics").text, re.MULTILINE)
+    metrics = re.findall(r"^# TYPE strandline:(\w+)", demo_server.metrics(), re.MULTILINE)
     assert {name for name in metrics if not name.endswith("_created")} == set(
         re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in metrics_table()))
     )

@@ -190,13 +190,13 @@ def kill(server: ServerProcess) -> None:
 
 def pulls_ended(server: ServerProcess, outcome: str) -> float:
     """Return how many pulls ended so."""
-    found = re.findall(rf'kv_transfer_pulls_total\{{.*outcome="{outcome}".*\}} (\S+)', server.get("/metrics").text)
+    found = re.findall(rf'kv_transfer_pulls_total\{{.*outcome="{outcome}".*\}} (\S+)', server.metrics())
     return sum(map(float, found))
 
 
 def bytes_in_use(server: ServerProcess) -> float:
     """Return how much of a server's memory neither is free nor could be evicted."""
-    found = re.findall(r'cache_memory_bytes\{.*use="\w+_in_use".*\} (\S+)', server.get("/metrics").text)
+    found = re.findall(r'cache_memory_bytes\{.*use="\w+_in_use".*\} (\S+)', server.metrics())
     assert len(found) == 2
     return sum(map(float, found))
 

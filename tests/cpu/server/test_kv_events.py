@@ -50,7 +50,7 @@ def test_an_idle_server_states_everything_anew(publishing: ServerProcess, socket
 
 
 def test_metrics_count_published_events(publishing: ServerProcess) -> None:
-    metrics = publishing.get("/metrics").text
+    metrics = publishing.metrics()
     [published] = [line for line in metrics.splitlines() if line.startswith("strandline:kv_events_published_total{")]
     assert float(published.split()[-1]) > 3
     assert 'strandline:kv_events_dropped_total{engine="0",model_name="tiny"} 0.0' in metrics

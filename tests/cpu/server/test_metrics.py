@@ -32,7 +32,7 @@ def used(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def samples(server: ServerProcess) -> dict[str, float]:
     """Return all samples by name, summed over labels."""
-    return samples_of(server.get("/metrics").text)
+    return samples_of(server.metrics())
 
 
 def samples_of(text: str) -> dict[str, float]:
@@ -85,7 +85,7 @@ def test_every_metric_of_the_dashboard_is_there(used: ServerProcess) -> None:
 
 
 def test_labels_of_the_dashboard_are_those_of_the_metrics(used: ServerProcess) -> None:
-    text = SPECULATING + HANDING_OVER + used.get("/metrics").text
+    text = SPECULATING + HANDING_OVER + used.metrics()
     for query in queries():
         for label, name in re.findall(r"sum by \((\w+)\) \(\w*\(?strandline:(\w+)", query):
             assert re.search(rf'^strandline:{name}\{{[^}}]*\b{label}="', text, re.MULTILINE), (name, label)

@@ -61,6 +61,6 @@ def test_a_client_that_stops_reading_ends_its_request(impatient_server: ServerPr
         server.wait_until(lambda: server.metric("num_requests_running") == 0)
 
         def finished(reason: str) -> Any:
-            return f'finished_reason="{reason}"' in server.get("/metrics").text
+            return f'finished_reason="{reason}"' in server.metrics()
 
         assert not finished("length")

@@ -129,7 +129,7 @@ def test_stop_strings_end_streams_as_without_drafts(plain: ServerProcess, server
 
 def counted(server: ServerProcess) -> tuple[list[int], list[int]]:
     """Return the server's counts of drafts, and of those accepted; and of these by position."""
-    text = server.get("/metrics").text
+    text = server.metrics()
     totals = re.findall(rf"^{PREFIX}(?:draft|accepted)_tokens_total{{[^}}]*}} (\S+)$", text, re.MULTILINE)
     by_position = re.findall(rf'^{PREFIX}accepted_tokens_per_pos_total{{.*position="\d".*}} (\S+)$', text, re.M)
     return [int(float(value)) for value in totals], [int(float(value)) for value in by_position]
@@ -155,7 +155,7 @@ def test_metrics_and_the_cache_page_count_what_usage_does(
 
 def test_without_drafts_nothing_counts_them(plain: ServerProcess) -> None:
     assert plain.get("/cache/state").json()["stats"]["speculation"]["num_accepted_by_position"] == []
-    assert f"\n{PREFIX}drafts_total{{" not in plain.get("/metrics").text
+    assert f"\n{PREFIX}drafts_total{{" not in plain.metrics()
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

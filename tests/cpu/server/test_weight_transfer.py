@@ -70,7 +70,7 @@ def test_sent_weights_answer_as_those_on_disk(
     answer = generate(receiving, FEW)
     assert (num_hit(answer), answer["weight_version"]) == (0, "step-1")
     assert receiving.get("/weight_info").json() == {"weight_version": "step-1"}
-    assert 'weight_version="step-1"} 1.0' in receiving.get("/metrics").text
+    assert 'weight_version="step-1"} 1.0' in receiving.metrics()
     directory = save_tiny_model(tmp_path, seed=2, vocab_size=VOCAB_SIZE)
     assert receiving.post("/update_weights_from_disk", model_path=str(directory)).json()["success"]
     assert tokens(generate(receiving, FEW)) == tokens(answer) != before
