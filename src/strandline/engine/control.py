@@ -11,6 +11,7 @@ from strandline.cache import PrefixCache
 from strandline.cache.evict_all import drop_all, evict_all
 from strandline.cache.tiers import Loads
 from strandline.device.executor import Executor
+from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.errors import ConfigError, RequestError
 from strandline.records.adapters import with_epoch
@@ -40,6 +41,7 @@ class CoreControl:
 
     Args:
         settle: waits for the step under way.
+        feed: announces what the cache has dropped: the next step may be long in coming.
         hands_over: whether other engines may read the memory at any time.
     """
 
@@ -50,11 +52,12 @@ class CoreControl:
         loads: Loads,
         scheduler: Scheduler,
         settle: Callable[[], None],
+        feed: EventFeed | None,
         *,
         hands_over: bool,
     ) -> None:
         self._executor, self._cache, self._loads, self._scheduler = executor, cache, loads, scheduler
-        self._settle, self._hands_over = settle, hands_over
+        self._settle, self._feed, self._hands_over = settle, feed, hands_over
         self._is_paused = False
         self._given_back = set[Memory]()
 
@@ -78,6 +81,13 @@ class CoreControl:
         """
         self._check(action)
         self._settle()
+        try:
+            return self._apply(action)
+        finally:
+            if self._feed is not None:
+                self._feed.flush()
+
+    def _apply(self, action: Action) -> bool:
         match action:
             case Pause(clears):
                 self._is_paused = True

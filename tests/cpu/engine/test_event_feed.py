@@ -1,6 +1,7 @@
 """An engine's published events: a subscriber predicts the hit of every request."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,25 @@ def test_an_aborted_request_is_followed(make_llm: MakeLLM, tmp_path: Path) -> No
     with Subscriber(f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay") as subscriber:
         predicted, hit, _ = predicted_and_hit(llm, subscriber, prompt)
         assert predicted == hit == len(prompt)
+
+
+def reset(llm: LLM) -> None:
+    assert llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("drop", [reset, LLM.sleep])
+def test_what_is_dropped_between_steps_is_announced_at_once(
+    make_llm: MakeLLM, tmp_path: Path, drop: Callable[[LLM], None]
+) -> None:
+    llm = make_llm(kv_events_config=events_in(tmp_path))
+    [prompt] = conversations(1)
+    with Subscriber(f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay") as subscriber:
+        predicted_and_hit(llm, subscriber, prompt)
+        assert subscriber.catch_up()
+        assert subscriber.index.num_snapshots > 0
+        drop(llm)
+        assert subscriber.catch_up()
+        assert (subscriber.index.num_blocks, subscriber.index.num_snapshots) == (0, 0)
 
 
 def test_a_taken_endpoint_is_refused_at_start(make_llm: MakeLLM, tmp_path: Path) -> None:
