@@ -32,11 +32,11 @@ def forced(text: str) -> dict[str, Any]:
 # One conversation in each API: a developer's or system message in the middle, and a call whose arguments were cut.
 
 
-def chat(server: ServerProcess, messages: list[dict[str, Any]]) -> httpx.Response:
-    return server.post("/v1/chat/completions", messages=messages, max_tokens=40, **forced("Done."))
+def chat(server: ServerProcess, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
+    return server.post("/v1/chat/completions", messages=messages, max_tokens=40, **forced("Done."), **more)
 
 
-def as_messages(server: ServerProcess, messages: list[dict[str, Any]]) -> httpx.Response:
+def as_messages(server: ServerProcess, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
     found: list[dict[str, Any]] = []
     for message in messages:
         blocks: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}]
@@ -47,10 +47,10 @@ def as_messages(server: ServerProcess, messages: list[dict[str, Any]]) -> httpx.
             written = {"invalid_json": call["function"]["arguments"]}
             blocks.append({"type": "tool_use", "id": "c", "name": "read", "input": written})
         found.append({"role": "system" if role == "developer" else role, "content": blocks})
-    return server.post("/v1/messages", messages=found, max_tokens=40, **forced("Done."))
+    return server.post("/v1/messages", messages=found, max_tokens=40, **forced("Done."), **more)
 
 
-def as_responses(server: ServerProcess, messages: list[dict[str, Any]]) -> httpx.Response:
+def as_responses(server: ServerProcess, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
     items: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":
@@ -59,7 +59,7 @@ def as_responses(server: ServerProcess, messages: list[dict[str, Any]]) -> httpx
         items.append({"role": message["role"], "content": message["content"]})
         for call in message.get("tool_calls", ()):
             items.append({"type": "function_call", "call_id": "c", **call["function"]})
-    return server.post("/v1/responses", input=items, max_output_tokens=40, **forced("Done."))
+    return server.post("/v1/responses", input=items, max_output_tokens=40, **forced("Done."), **more)
 
 
 def num_cached(answer: dict[str, Any]) -> int:
@@ -90,14 +90,16 @@ HISTORIES = {
 @pytest.mark.parametrize("ask", [chat, as_messages, as_responses])
 @pytest.mark.parametrize("name", HISTORIES)
 def test_conversations_are_answered_and_hit(
-    strict_server: ServerProcess, name: str, ask: Callable[[ServerProcess, list[dict[str, Any]]], httpx.Response]
+    strict_server: ServerProcess, name: str, ask: Callable[..., httpx.Response]
 ) -> None:
-    first = ask(strict_server, HISTORIES[name])
+    salt = f"{name} {ask.__name__}"  # what another API or history has left would be hit
+    first = ask(strict_server, HISTORIES[name], cache_salt=salt)
     assert first.status_code == 200, first.text
     usage = first.json()["usage"]
     num_prompt = usage.get("prompt_tokens") or usage["input_tokens"]
     num_prompt += usage.get("cache_read_input_tokens", 0)
-    second = ask(strict_server, [*HISTORIES[name], {"role": "assistant", "content": "Done."}, USER])
+    answer = {"role": "assistant", "content": "Done."}
+    second = ask(strict_server, [*HISTORIES[name], answer, USER], cache_salt=salt)
     assert second.status_code == 200, second.text
     assert num_cached(second.json()) >= num_prompt
 

@@ -88,9 +88,8 @@ class History:
         for index, item in enumerate(items):
             self._read_item(item, f"input[{index}]")
         messages = [turn.message() if isinstance(turn, _Turn) else turn for turn in self._turns]
-        if all(message["role"] == "system" for message in messages):
-            messages.append({"role": "user", "content": ""})  # a client's probe; templates need a question
-        return messages
+        # Without a question a client probes. If the template needs one, it is repaired, as it is in later turns.
+        return messages or [{"role": "user", "content": ""}]
 
     def _add(self, message: Message) -> None:
         role = message["role"]
