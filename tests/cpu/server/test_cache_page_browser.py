@@ -104,16 +104,16 @@ def test_time_labels_stand_at_their_times(page: Browser, width: int) -> None:
 
 
 def test_a_click_explains_a_request(page: Browser, server: ServerProcess) -> None:
-    complete(server, "clicked upon " * 10 + "first")
-    answer = complete(server, "clicked upon " * 10 + "second")
+    complete(server, "|clicked upon" * 10 + " first")  # no other test's prompt begins so
+    answer = complete(server, "|clicked upon" * 10 + " second")
     page.wait_until(row_of(answer))
     page.run(f"{row_of(answer)}.click()")
     page.wait_until("document.querySelector('.verdict')")
     text = page.text()
-    assert "0 of 136 tokens were hit; 136 were computed." in text
+    assert "0 of 137 tokens were hit; 137 were computed." in text
     assert "no snapshot" in text
-    assert "Where it diverges from the cache: token 130" in text
-    assert "it would hit 136 of 136" in text
+    assert "Where it diverges from the cache: token 131" in text
+    assert "it would hit 137 of 137" in text
     assert page.errors == []
 
 

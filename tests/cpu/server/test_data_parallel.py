@@ -31,11 +31,19 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(bytes_dir: Path, sockets: Path) -> Iterator[ServerProcess]:
-    """A server of two engines, which publishes its events."""
+    """A server of two engines, which publishes its events and lets tests drop what is cached."""
     endpoints = {"endpoint": f"ipc://{sockets}/live", "replay_endpoint": f"ipc://{sockets}/replay"}
     events = json.dumps({"enable_kv_cache_events": True, **endpoints})
-    with running_server(bytes_dir, sockets / "log", *TWO, "--kv-events-config", events) as server:
+    flags = (*TWO, "--kv-events-config", events, "--enable-admin-endpoints")
+    with running_server(bytes_dir, sockets / "log", *flags) as server:
         yield server
+
+
+@pytest.fixture
+def empty_pair(pair: ServerProcess) -> ServerProcess:
+    """The same server with empty caches: of equally loaded engines, the emptier one gets a prompt."""
+    assert pair.post("/reset_prefix_cache").json() == {"success": True}
+    return pair
 
 
 def by_engine(server: ServerProcess, name: str) -> list[float]:
@@ -75,8 +83,8 @@ def say(server: ServerProcess, turns: list[str], text: str) -> tuple[str, int]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_documented_example_uses_both_engines(pair: ServerProcess) -> None:
-    # The first test: of equally loaded engines, the emptier one would get both prompts.
+def test_documented_example_uses_both_engines(empty_pair: ServerProcess) -> None:
+    pair = empty_pair
     [example] = re.findall(r"^```sh\n(.*?)^```$", ROUTING.read_text(), re.MULTILINE | re.DOTALL)
     before = by_engine(pair, "prefix_cache_queries_total")
     command = example.replace("http://127.0.0.1:8000", pair.url)
@@ -85,7 +93,10 @@ def test_documented_example_uses_both_engines(pair: ServerProcess) -> None:
     assert min(growth(pair, "prefix_cache_queries_total", before)) > 0
 
 
-def test_conversations_stay_with_their_snapshots_on_both_engines(pair: ServerProcess, server: ServerProcess) -> None:
+def test_conversations_stay_with_their_snapshots_on_both_engines(
+    empty_pair: ServerProcess, server: ServerProcess
+) -> None:
+    pair = empty_pair
     told: dict[ServerProcess, list[tuple[str, int]]] = {}
     before = by_engine(pair, "request_success_total")
     for each in (pair, server):

@@ -44,15 +44,11 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def trainer(receiving: ServerProcess) -> Trainer:
-    return Trainer(receiving)
-
-
-@pytest.fixture(scope="module")
 def answers(
-    receiving: ServerProcess, trainer: Trainer, weights: dict[str, Tensor], others: dict[str, Tensor]
+    receiving: ServerProcess, weights: dict[str, Tensor], others: dict[str, Tensor]
 ) -> tuple[list[int], list[int]]:
     """What both weights answer; the server has the first ones afterwards."""
+    trainer = Trainer(receiving)
     first = tokens(generate(receiving, FEW))
     trainer.update(others)
     second = tokens(generate(receiving, FEW))
@@ -62,9 +58,9 @@ def answers(
 
 
 def test_sent_weights_answer_as_those_on_disk(
-    receiving: ServerProcess, trainer: Trainer, weights: dict[str, Tensor], others: dict[str, Tensor], tmp_path: Path
+    receiving: ServerProcess, weights: dict[str, Tensor], others: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    before = tokens(generate(receiving, FEW))
+    trainer, before = Trainer(receiving), tokens(generate(receiving, FEW))
     assert num_hit(generate(receiving)) > 0
     trainer.update(others, weight_version="step-1")
     answer = generate(receiving, FEW)
