@@ -65,15 +65,12 @@ class CompiledElsewhere:
 class MpExecutor:
     """Runs steps in worker processes: every rank runs every step, on its part of the model.
 
-    Args:
-        step_timeout_s: how long a step, or anything between steps, may take before ranks are taken to hang.
-
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
-        self._step_timeout_s = step_timeout_s
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+        self._step_timeout_s = STEP_TIMEOUT_S
         self._workers = Workers(config.tensor_parallel_size)
         self._packer = PlanPacker()
         self._joined = JoinedCompletions(config.tensor_parallel_size)

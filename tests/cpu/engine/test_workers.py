@@ -40,7 +40,7 @@ def link(index: int, end: str | None) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_rank_that_failed_first_is_named(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(workers, "GRACE_S", 0.05)
+    monkeypatch.setattr(workers, "GRACE_S", 0.0)
     ranks, first, expected = CASES[case]
     made = object.__new__(Workers)
     made._links = [link(index, end) for index, (_, end) in enumerate(ranks)]
@@ -72,7 +72,7 @@ HANGS: dict[str, tuple[list[Future[Any]], list[bytes], str]] = {
 @pytest.mark.parametrize("case", HANGS)
 def test_the_rank_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     """And nothing is left for the ranks, which are killed, to meet at."""
-    monkeypatch.setattr(workers, "GRACE_S", 0.05)
+    monkeypatch.setattr(workers, "GRACE_S", 0.0)
     monkeypatch.setattr(workers, "STACK_S", 0.0)
     futures, stacks, expected = HANGS[case]
     made = object.__new__(Workers)

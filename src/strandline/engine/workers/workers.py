@@ -167,13 +167,14 @@ class Workers:
                 return f"{self._name(rank)} has not finished {unfinished}{self._last_words(rank)}"
         deadline = time.monotonic() + GRACE_S
         rank, how = next(iter(errors)), ""
-        while time.monotonic() < deadline:
+        while True:
             ends = {rank: end for rank, link in enumerate(self._links) if (end := link.describe_end()) is not None}
             if ends:
                 replied = {each for each in ends if _has_raised(futures[each])}
                 # One that was killed, or has ended without a word, rather than one that lost another.
                 rank = min(ends, key=lambda x: ("exit code" in ends[x], x in replied, x not in errors, x))
                 how = "" if rank in replied else ends[rank]
+            if ends or time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
         how = how or f"failed: {futures[rank].exception()}"
