@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import GenericAlias
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,6 +33,7 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
+Found = TypeVar("Found")
 Start = Callable[[Sequence[str], Mapping[str, str], int], "subprocess.Popen[bytes] | ForkedProcess"]
 
 
@@ -108,21 +109,22 @@ class ServerProcess:
     def wait_until_it_serves(self) -> Self:
         """Wait for the line that names the address."""
         line = re.compile(r"serving tiny on ([^\s\"]+)[\"\n]")
-        self.wait_until(lambda: bool(line.search(self.log())) or self.process.poll() is not None, START_TIMEOUT_S)
+        self.wait_until(lambda: line.search(self.log()) or self.process.poll() is not None, START_TIMEOUT_S)
         found = line.search(self.log())
         assert found, self.log()
         self.url = found[1]
         return self
 
-    def wait_until(self, is_so: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        """Poll until something is so."""
+    def wait_until(self, find: Callable[[], Found], timeout_s: float = TIMEOUT_S) -> Found:
+        """Poll until something is so, or found; return it. Looked for once more, it might be gone again."""
         deadline = monotonic() + timeout_s
-        while not is_so():
+        while not (found := find()):
             assert monotonic() < deadline, f"not so within {timeout_s} s; the server's log:\n{self.log()}"
             try:
                 self.process.wait(0.02)
             except subprocess.TimeoutExpired:
                 continue
+        return found
 
     def log(self) -> str:
         return self._log.read_text()
@@ -155,15 +157,12 @@ class ServerProcess:
 
     def metrics(self) -> str:
         """Return all metrics, once each engine has answered: on a busy machine, samples of a late one are left out."""
-        text = ""
 
-        def all_answer() -> bool:
-            nonlocal text
+        def complete() -> str:
             text = self.get("/metrics").text
-            return 0.0 not in _values(text, "engine_up")
+            return "" if 0.0 in _values(text, "engine_up") else text
 
-        self.wait_until(all_answer)
-        return text
+        return self.wait_until(complete)
 
     def metric(self, name: str) -> float:
         """Return a metric's value, summed over its labels."""
@@ -199,14 +198,12 @@ class ServerProcess:
 
     def core_pids(self, number: int) -> list[int]:
         """Wait until the processes of this many engines run; return their ids, in the order of their starts."""
-        found: list[int] = []
 
-        def all_run() -> bool:
-            found[:] = self._core_pids()
-            return len(found) == number
+        def all_that_run() -> list[int]:
+            found = self._core_pids()
+            return found if len(found) == number else []
 
-        self.wait_until(all_run)
-        return found  # Those that were counted: one that was killed may have ended since.
+        return self.wait_until(all_that_run)
 
     def _core_pids(self) -> list[int]:
         if isinstance(self.process, ForkedProcess):

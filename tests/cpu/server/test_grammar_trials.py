@@ -78,8 +78,7 @@ def test_trial_ends_when_its_sender_has_gone(server: ServerProcess) -> None:
     with contextlib.closing(connection):
         body = json.dumps({"prompt": "a", "structured_outputs": {"json": SLOW}})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        server.wait_until(lambda: bool(trials(server)))
-        [trial] = trials(server)
+        [trial] = server.wait_until(lambda: trials(server))
     taken_s = [0.0]
     server.wait_until(lambda: taken_s.append(cpu_s(trial)) or not trials(server))
     assert max(taken_s) < MAX_CPU_S / 2
