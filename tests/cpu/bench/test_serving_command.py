@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from strandline.cli import main
-from tests.cpu.server.process import ServerProcess
+from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 TINY = ("--random-input-len", "100", "--random-output-len", "5", "--ignore-eos")
 
@@ -129,7 +129,7 @@ def test_ctrl_c_prints_what_there_is(demo_server: ServerProcess) -> None:
             assert piece, shown
             shown += piece
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     completed = re.search(r"Successful requests: +(\d+)", out)
     assert completed

@@ -9,6 +9,7 @@ import pytest
 from strandline.bench.serving.stream_transport import StreamTransport
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+TIMEOUT_S = 60.0
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
 SIZED = OK + b"Content-Length: 5\r\n\r\nabcde"
@@ -48,12 +49,13 @@ class Server:
             writer.close()
 
 
-def fetch(server: Server, num_requests: int = 1, timeout_s: float = 10.0) -> list[httpx.Response]:
+def fetch(server: Server, num_requests: int = 1, read_s: float = TIMEOUT_S) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/path?q=1"
         async with listening:
-            async with httpx.AsyncClient(transport=StreamTransport(), timeout=timeout_s) as client:
+            timeout = httpx.Timeout(TIMEOUT_S, read=read_s)
+            async with httpx.AsyncClient(transport=StreamTransport(), timeout=timeout) as client:
                 found = [await client.post(url, content=b"{}") for _ in range(num_requests)]
             await asyncio.sleep(0.01)  # the server notices that its client has left
         return found
@@ -117,7 +119,7 @@ def test_incomplete_responses_are_errors(raw: bytes, error: type[Exception]) -> 
 
 def test_response_that_does_not_begin_is_an_error() -> None:
     with pytest.raises(httpx.ReadTimeout):
-        fetch(Server(sends()), timeout_s=0.05)
+        fetch(Server(sends()), read_s=0.05)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://a..b"])

@@ -24,7 +24,8 @@ FLAGS = (
     "--no-first-run",
     "--hide-scrollbars",
 )
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
+"""Only a page that hangs takes so long, or a machine with much else to do."""
 WITH_PIPES = """
 import fcntl, os, sys
 commands, answers = (fcntl.fcntl(int(given), fcntl.F_DUPFD, 100) for given in sys.argv[1:3])
