@@ -46,7 +46,8 @@ from strandline.kernels.recording_triton import Variant, recording
 from strandline.kernels.recurrences.replay import insert_logged
 from strandline.kernels.step import fetch_integers
 from strandline.model_config import ModelConfig, parse_model_config
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 
 REPLAYS, ROUNDS = 60, 5
 CONTEXT_TOKENS = 640
@@ -134,10 +135,9 @@ class Layers:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.model: Any = load_model(
             options.model,
+            ModelOptions(device=device, keeps_quantized=not options.dequantize),
+            FillOptions(load_format="dummy"),
             config=read_config(options),
-            device=device,
-            load_format="dummy",
-            keeps_quantized=not options.dequantize,
         )
         self.model.lay_out(DenseWeight)
         self.kernels = choose_kernels(self.model, kind_of(device))

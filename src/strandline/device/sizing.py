@@ -21,7 +21,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gpu import kind_of
 from strandline.model_config import ModelConfig
 from strandline.models.layers.protocol import LanguageModel
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.model_options import ModelOptions
 from strandline.picture_config import PictureConfig
 from strandline.records.plan import SequencePlan
 from strandline.specs import ITEM_BYTES, ModelSpec
@@ -169,34 +169,24 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
     return int(free_bytes), int(total_bytes)
 
 
-def require_room_for_weights(
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: Shard = WHOLE,
-    *,
-    with_draft_layer: bool = False,
-    pictures: PictureConfig | None = None,
-    bits: int | None = None,
-) -> None:
+def require_room_for_weights(model_config: ModelConfig, options: ModelOptions, bits: int | None = None) -> None:
     """Check that the memory of a device holds a model's weights, or those of a shard, before any is allocated.
 
     Shards on CPUs share one memory.
 
     Args:
-        pictures: as for ``load_model``.
         bits: fewest that the weight of a matrix takes; None: all have the dtype.
 
     Raises:
         ConfigError: it does not, or the configuration is not supported.
     """
-    num_shards = 1 if kind_of(device) == "cuda" else shard.count
-    counted = partial(count_weights, with_draft_layer=with_draft_layer, pictures=pictures)
-    num_weights = counted(model_config, shard) * num_shards
+    device, dtype = torch.device(options.device), options.dtype_of(model_config)
+    num_shards = 1 if kind_of(device) == "cuda" else options.shard.count
+    num_weights = count_weights(model_config, options) * num_shards
     have = memory_bytes(device)
     num_bytes, form = num_weights * dtype.itemsize, str(dtype).removeprefix("torch.")
     if bits is not None:
-        num_matrix = count_matrix_weights(model_config, shard, with_draft_layer=with_draft_layer) * num_shards
+        num_matrix = count_matrix_weights(model_config, options) * num_shards
         num_bytes -= num_matrix * (8 * dtype.itemsize - bits) // 8
         form = f"{bits} bits, embeddings in {form}"
     if num_bytes > have:

@@ -1,18 +1,17 @@
 """Loads a model and builds an engine around it."""
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor
 from strandline.device.hardware.dtypes import (
+    DtypeChoice,
     choose_dtype,
     choose_kv_cache_dtype,
     choose_storage,
@@ -28,19 +27,19 @@ from strandline.device.uni_executor import UniExecutor
 from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, read_drafter_config
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
+from strandline.engine.model_loader import ModelLoader
 from strandline.engine.mp_executor import MpExecutor
 from strandline.engine.startup.compiling import compiling
 from strandline.engine.startup.model_identity import weights_of_files
 from strandline.errors import ConfigError
-from strandline.kernels.gemm.weights import DenseWeight, Layout, lay_out, lay_out_in_half
+from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
-from strandline.model_config import read_model_config
+from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.adapter_slots import SlotSizes
-from strandline.models.causal_lm import CausalLM
-from strandline.models.drafter_weights import load_drafter
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions, published_dtype
 from strandline.models.storage.adapter_files import read_adapter
-from strandline.models.weights import LoadedModel, load_model, published_dtype
+from strandline.models.weights import FillOptions
 from strandline.picture_config import PREPROCESSOR_CONFIG, read_picture_config
 from strandline.text.model_files import find_drafter, find_model
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
@@ -110,95 +109,78 @@ def load_uni_executor(
     pictures = None if config.language_model_only else read_picture_config(directory, model_config)
     choice = choose_dtype(config, model_config, device)
     storage = choose_storage(config, model_config, device, choice.dtype)
-    has_drafts = config.speculation is not None and config.speculation.has_draft_layer
     drafter = choose_drafter(config)
-    need = (choice.dtype, device, shard)
-    require_room_for_weights(model_config, *need, with_draft_layer=has_drafts, pictures=pictures, bits=storage.bits)
+    options = ModelOptions(
+        dtype=choice.dtype,
+        device=device,
+        shard=shard,
+        with_draft_layer=config.speculation is not None and config.speculation.has_draft_layer,
+        pictures=pictures,
+        adapter_slots=choose_adapter_slots(config),
+        kv_cache_dtype=choose_kv_cache_dtype(config, device),
+        keeps_quantized=storage.keeps_quantized,
+        records_routing=config.enable_return_routed_experts,
+    )
+    require_room_for_weights(model_config, options, storage.bits)
     notes = [choice.note, storage.note]
     if model_config.vision is not None and pictures is None and not config.language_model_only:
         notes.append(f"pictures are refused: {directory} has no {PREPROCESSOR_CONFIG}, which says how to scale them")
     notes.append(limit_threads(ranks.size, config.data_parallel_size) if device.type == "cpu" else None)
-    for note in filter(None, notes if shard.is_first else ()):
-        LOGGER.warning(note)
+    _warn(notes if shard.is_first else ())
     start_s = SYSTEM_CLOCK()
-    lora = config.merged_lora
-    load = partial(
-        load_model,
-        config=model_config,
-        dtype=choice.dtype,
-        device=device,
-        shard=shard,
-        seed=config.seed,
-        progress=progress,
-        with_draft_layer=has_drafts,
-        kv_cache_dtype=choose_kv_cache_dtype(config, device),
-        rounded_to=published_dtype(model_config) if choice.is_widened else None,
-        keeps_quantized=storage.keeps_quantized,
-        pictures=pictures,
-        adapter=None if lora is None else read_adapter(Path(lora.path)),
-        adapter_slots=choose_adapter_slots(config),
-        records_routing=config.enable_return_routed_experts,
-    )
-    layout = lay_out_in_half if choice.is_widened else lay_out
-    has_rounded_head = (has_drafts or drafter is not None) and drafts_in_fp8(config, device, choice.dtype)
-    complete = partial(
-        _complete, drafter=drafter, config=config, has_rounded_head=has_rounded_head, device=device, layout=layout
-    )
+    loader = _choose_loader(config, model_config, options, choice, drafter, progress=progress)
     with compiling(config, device, ranks.rank) as compilation:
         ranks.connect()
-        model = complete(load(directory, load_format=config.load_format))
+        model = loader.load()
     loading_s = {"compilation": compilation.waited_s, "weights": SYSTEM_CLOCK() - start_s - compilation.waited_s}
-    notes = [unused_note(model.weights_report)] if shard.is_first else []
+    _warn([unused_note(model.weights_report)] if shard.is_first else ())
     if storage.keeps_quantized and device.type == "cuda":
-        notes += [kept_note(model.weights_report), peak_note(device)]
-    for note in filter(None, notes):
-        LOGGER.warning(note)
+        _warn([kept_note(model.weights_report), peak_note(device)])
     if weights is None:
         weights = weights_of_files(config)
     parts = (model, config, device, vocabulary, ranks)
     executor = UniExecutor(*parts, weights=weights, loading_s=loading_s, progress=progress)
-    if device.type != "cpu":  # into the host's memory, in the GPU's layout
-        host = torch.device("cpu")
-        load, complete = partial(load, device=host), partial(complete, device=host, layout=DenseWeight)
-    load = partial(load, quantized_as=model.weights_report.kept)
-    executor.weights.read_with(lambda source: complete(_load_other(source, load, config)))
+    executor.weights.read_with(loader.for_changes_of(model).load_other)
     return executor
 
 
-def _load_other(
-    source: str | Mapping[str, Tensor], load: Callable[..., LoadedModel], config: EngineConfig
-) -> LoadedModel:
-    """Load other weights of a model: those in a directory, or published tensors."""
-    if not isinstance(source, str):
-        return load(find_model(config.model), load_format="auto", tensors=source)
-    # Random weights stand for the model's own alone.
-    return load(find_model(source), load_format=config.load_format if source == config.model else "auto")
+def _warn(notes: Iterable[str | None]) -> None:
+    for note in filter(None, notes):
+        LOGGER.warning(note)
 
 
-def _complete(
-    model: LoadedModel,
-    drafter: DrafterConfig | None,
+def _choose_loader(
     config: EngineConfig,
-    has_rounded_head: bool,
-    device: torch.device,
-    layout: Layout,
-) -> LoadedModel:
-    """Load a drafter that has its own files, limit what is drafted, and lay out the weights.
+    model_config: ModelConfig,
+    options: ModelOptions,
+    choice: DtypeChoice,
+    drafter: DrafterConfig | None,
+    *,
+    progress: bool,
+) -> ModelLoader:
+    """Return what loads a model that is built with these options, and its drafter.
 
-    Args:
-        has_rounded_head: whether drafts take an output head in FP8.
+    Raises:
+        ConfigError: the adapter that is to be merged cannot be read.
     """
-    if drafter is not None:
-        kv_cache_dtype = choose_kv_cache_dtype(config, device)
-        load_drafter(cast(CausalLM, model), drafter, device, config.load_format, config.seed, kv_cache_dtype)
-    if config.speculation is not None and config.speculation.draft_vocab_size is not None:
-        model.limit_drafts(config.speculation.draft_vocab_size)
-    if device.type == "meta":
-        cast(CausalLM, model).keep_distinct_layers()
-    model.lay_out(layout)
-    if has_rounded_head:
-        model.round_draft_head()
-    return model
+    lora, device = config.merged_lora, torch.device(options.device)
+    drafts = options.with_draft_layer or drafter is not None
+    return ModelLoader(
+        name=config.model,
+        config=model_config,
+        options=options,
+        filling=FillOptions(
+            load_format=config.load_format,
+            seed=config.seed,
+            rounded_to=published_dtype(model_config) if choice.is_widened else None,
+            adapter=None if lora is None else read_adapter(Path(lora.path)),
+            progress=progress,
+        ),
+        layout=lay_out_in_half if choice.is_widened else lay_out,
+        drafter=drafter,
+        draft_vocab_size=None if config.speculation is None else config.speculation.draft_vocab_size,
+        has_rounded_head=drafts and drafts_in_fp8(config, device, choice.dtype),
+    )
 
 
 def choose_drafter(config: EngineConfig) -> DrafterConfig | None:

@@ -14,9 +14,10 @@ from strandline.models.causal_lm import CausalLM, OwnDrafter
 from strandline.models.draft_head import DraftHead
 from strandline.models.eagle_drafter import EagleDrafter
 from strandline.models.layers.site import Site
+from strandline.models.model_options import AS_PUBLISHED, ModelOptions
 from strandline.models.storage.published import PlainWeight
 from strandline.models.storage.weights_files import WeightsFile, open_files
-from strandline.models.weights import fill_with_random_weights, first_names
+from strandline.models.weights import FROM_FILES, FillOptions, fill_with_random_weights, first_names
 
 TOKEN_OFFSETS = "d2t"
 """Tensor of a token's id less its index among those that are drafted."""
@@ -27,30 +28,32 @@ COPIES = {"verifier_norm.weight", "verifier_lm_head.weight"}
 def load_drafter(
     model: CausalLM,
     config: DrafterConfig,
-    device: torch.device | str,
-    load_format: str = "auto",
-    seed: int = 0,
-    kv_cache_dtype: str | None = None,
+    options: ModelOptions = AS_PUBLISHED,
+    filling: FillOptions = FROM_FILES,
 ) -> None:
-    """Load a drafter and add it to the model that it drafts for, in that model's dtype. Arguments as of ``load_model``.
+    """Load a drafter and add it to the model that it drafts for, in that model's dtype and on its shard.
+
+    Args:
+        options: the model's; of these, the device and the dtype of keys and values hold for the drafter, too.
+        filling: the model's; of these, the format and the seed do.
 
     Raises:
         ConfigError: a setting is not supported, or the drafter was made for another model.
         WeightsError: a file or tensor is missing, unreadable, unexpected or misshapen.
     """
-    site = Site(model.decoder.dtype, device, model.decoder.shard)
+    site = Site(model.decoder.dtype, options.device, model.decoder.shard)
     with ExitStack() as stack:
-        is_dummy = load_format == "dummy"
+        is_dummy = filling.load_format == "dummy"
         files = [] if is_dummy else open_files(config.directory, stack)
         holders = {name: file for file in files for name in file.names()}
         drafter = _build(model, config, frozenset(holders), site)
         if is_dummy:
-            fill_with_random_weights(drafter, seed, site.dtype)
+            fill_with_random_weights(drafter, filling.seed, site.dtype)
         else:
             _fill(drafter, config.directory, holders, site.dtype)
     model.add_drafter(drafter.eval())
-    if kv_cache_dtype is not None:
-        model.use_kv_cache_dtype(kv_cache_dtype)
+    if options.kv_cache_dtype is not None:
+        model.use_kv_cache_dtype(options.kv_cache_dtype)
 
 
 def _build(model: CausalLM, config: DrafterConfig, names: frozenset[str], site: Site) -> OwnDrafter:

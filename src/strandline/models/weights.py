@@ -10,24 +10,21 @@ beside the model there is never more than one of them.
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from strandline.config_fields import DTYPES, Fields
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
-from strandline.models.adapter_slots import AdapterSlots, SlotSizes
 from strandline.models.layers.protocol import LoadableModel
-from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.layers.site import Gain, Site, matrices_without_memory
+from strandline.models.layers.site import Gain
 from strandline.models.layers.targets import Target
-from strandline.models.registry import builder_for
+from strandline.models.model_options import AS_PUBLISHED, ModelOptions, build_model, published_dtype
 from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
 from strandline.models.storage.conversion import quantized_like
@@ -42,7 +39,6 @@ from strandline.models.storage.scales import find_kv_scale, read_kv_scale
 from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat, base_of
 from strandline.models.storage.weights_files import WeightsFile, list_unread, open_files
 from strandline.models.vision.tower import VISUAL
-from strandline.picture_config import PictureConfig
 
 MAX_HOST_ELEMENTS = 2**22
 """The largest tensor of random weights that is drawn on the host for a GPU."""
@@ -83,48 +79,41 @@ class LoadedModel(LoadableModel, Protocol):
     weights_report: WeightsReport
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillOptions:
+    """How a model is filled."""
+
+    load_format: str = "auto"
+    """``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights."""
+    seed: int = 0
+    """Seed of the random weights."""
+    rounded_to: torch.dtype | None = None
+    """A narrower dtype than the model's, which dequantised weights are rounded to first; None: they are not."""
+    adapter: AdapterFiles | None = None
+    """An adapter that is merged into the weights; those that it changes are dequantised."""
+    quantized_as: Mapping[str, int] = field(default_factory=dict)
+    """Weights to convert if they are not quantised, as ``WeightsReport.kept`` of another model names them; ignored if
+    all are dequantised."""
+    progress: bool = False
+    """Whether a bar over the files is shown."""
+
+
+FROM_FILES: Final = FillOptions()
+
+
 def load_model(
     path: str | Path,
+    options: ModelOptions = AS_PUBLISHED,
+    filling: FillOptions = FROM_FILES,
     *,
     config: ModelConfig | None = None,
-    dtype: torch.dtype | Literal["auto"] = "auto",
-    device: torch.device | str = "cpu",
-    shard: Shard = WHOLE,
-    load_format: str = "auto",
-    seed: int = 0,
-    progress: bool = False,
-    rounded_to: torch.dtype | None = None,
-    with_draft_layer: bool = False,
-    kv_cache_dtype: str | None = None,
-    keeps_quantized: bool = False,
-    pictures: PictureConfig | None = None,
-    adapter: AdapterFiles | None = None,
-    adapter_slots: SlotSizes | None = None,
     tensors: Mapping[str, Tensor] | None = None,
-    quantized_as: Mapping[str, int] | None = None,
-    records_routing: bool = False,
 ) -> LoadedModel:
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
     Args:
         config: the model's; None: read from the directory.
-        dtype: dtype of weights and activations; ``auto`` takes the configuration's, or bfloat16 where it has none.
-        shard: what to load of a model that is divided among ranks.
-        load_format: ``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights.
-        seed: seed of the random weights.
-        progress: show a bar over the files.
-        with_draft_layer: load the layer for multi-token prediction, too.
-        rounded_to: a narrower dtype than ``dtype``, which dequantised weights are rounded to first; None: they are not.
-        kv_cache_dtype: dtype of keys and values, as specs name it; None: ``dtype``.
-        keeps_quantized: leave weights that are published quantised so where kernels take them; else all are
-            dequantised.
-        pictures: load the vision tower, too, which encodes pictures prepared in this way; None: the model serves text.
-        adapter: is merged into the weights; those that it changes are dequantised.
-        adapter_slots: memory for adapters that requests name; None: none.
         tensors: published tensors by their names, to load instead of those in files.
-        quantized_as: weights to convert if they are not quantised, as ``WeightsReport.kept`` of another model names
-            them; unless all are dequantised.
-        records_routing: store the experts that tokens are routed to.
 
     Raises:
         ConfigError: the architecture or a setting is not supported.
@@ -132,35 +121,19 @@ def load_model(
     """
     config = read_model_config(Path(path)) if config is None else config
     formats = read_formats(config)
-    keeps_quantized = keeps_quantized and can_stay(formats)
-    with matrices_without_memory() if keeps_quantized else nullcontext():
-        site = Site(published_dtype(config) if dtype == "auto" else dtype, device, shard)
-        model: Any = builder_for(config)(config, site)
-        if with_draft_layer:
-            model.add_draft_layer()
-    if pictures is not None:
-        model.add_tower(pictures)
-    if adapter_slots is not None:
-        model.adapters = AdapterSlots(model.decoder, dict(model.targets(frozenset())), adapter_slots, device)
-    if kv_cache_dtype is not None:
-        model.use_kv_cache_dtype(kv_cache_dtype)
-    if records_routing:
-        model.record_routing()
-    if load_format == "dummy":
-        if keeps_quantized:
-            _fill_kept_randomly(model, config, formats, seed, device)
-        if torch.device(device).type != "meta":
-            fill_with_random_weights(model, seed, published_dtype(config))
+    options = replace(options, keeps_quantized=options.keeps_quantized and can_stay(formats))
+    model = build_model(config, options)
+    kept_device = options.device if options.keeps_quantized else None
+    if filling.load_format == "dummy":
+        if kept_device is not None:
+            _fill_kept_randomly(model, config, formats, filling.seed, kept_device)
+        if torch.device(options.device).type != "meta":
+            fill_with_random_weights(model, filling.seed, published_dtype(config))
         model.weights_report = WeightsReport()
-    elif load_format in ("auto", "safetensors"):
-        source = Path(path) if tensors is None else tensors
-        kept_device = device if keeps_quantized else None
-        wanted = quantized_as if keeps_quantized and quantized_as else {}
-        model.weights_report = _fill(
-            model, source, formats, rounded_to, kept_device, adapter, wanted, progress=progress
-        )
+    elif filling.load_format in ("auto", "safetensors"):
+        model.weights_report = _fill(model, Path(path) if tensors is None else tensors, formats, filling, kept_device)
     else:
-        raise ConfigError(f"--load-format {load_format!r} is unknown; known: auto, safetensors, dummy")
+        raise ConfigError(f"--load-format {filling.load_format!r} is unknown; known: auto, safetensors, dummy")
     filled: LoadedModel = model.eval()
     return filled
 
@@ -223,33 +196,20 @@ def _random_scale(name: str, shape: Sequence[int]) -> float:
     return 0.02 if name.rpartition(".")[2].startswith("embed") else float(shape[-1] ** -0.5)
 
 
-def published_dtype(config: ModelConfig) -> torch.dtype:
-    """Return the dtype that a configuration names, or bfloat16 where it has none.
-
-    Raises:
-        ConfigError: weights of that dtype are not supported.
-    """
-    named = config.dtype.removeprefix("torch.") if isinstance(config.dtype, str) else config.dtype
-    dtype: torch.dtype = getattr(torch, Fields({"dtype": named}).choice("dtype", DTYPES, default="bfloat16"))
-    return dtype
-
-
 def _fill(
     model: Any,
     source: Path | Mapping[str, Tensor],
     formats: tuple[WeightFormat, ...],
-    rounded_to: torch.dtype | None,
+    filling: FillOptions,
     kept_device: torch.device | str | None,
-    adapter: AdapterFiles | None,
-    quantized_as: Mapping[str, int],
-    *,
-    progress: bool,
 ) -> WeightsReport:
     """Fill a model; ``kept_device`` is where matrices without memory go, None where there are none."""
     with ExitStack() as stack:
         files = open_files(source, stack) if isinstance(source, Path) else [received_file(source)]
         own_names = text_names(name for file in files for name in file.names())
-        files = _quantized([file.renamed(own_names) for file in files], formats, quantized_as)
+        files = [file.renamed(own_names) for file in files]
+        if kept_device is not None:
+            files = _quantized(files, formats, filling.quantized_as)
         holders = {name: file for file in files for name in file.names()}
         quantized = find_weights(formats, holders)
         skipped = _account_for_names(
@@ -258,7 +218,7 @@ def _fill(
         targets = dict(model.targets(_names(holders, quantized)))
         plain = {name: PlainWeight(name, holders[name]) for name in targets if name not in quantized}
         weights: dict[str, PublishedWeight] = {name: plain.get(name) or quantized[name][1] for name in targets}
-        changes = {} if adapter is None else _changes(adapter, targets)
+        changes = {} if filling.adapter is None else _changes(filling.adapter, targets)
         weights |= {name: MergedWeight(weights[name], change) for name, change in changes.items()}
         storage = None
         if kept_device is not None:
@@ -266,9 +226,9 @@ def _fill(
             storage = _new_storage(model, targets, formats, storable, kept_device)
             targets = dict(model.targets(_names(holders, quantized)))  # where memory now is
         by_tensor = {weight.tensors[0]: name for name, weight in weights.items()}
-        for file in tqdm(files, desc="Loading weights", unit="file", disable=not progress):
+        for file in tqdm(files, desc="Loading weights", unit="file", disable=not filling.progress):
             for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
-                _fill_one(name, weights[name], targets[name], storage, rounded_to)
+                _fill_one(name, weights[name], targets[name], storage, filling.rounded_to)
         if storage is not None:
             storage.finish()
     used = {name for name in quantized if name in targets and targets[name].pieces}

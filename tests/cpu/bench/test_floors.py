@@ -7,7 +7,8 @@ import pytest
 from benchmarks.floors import decode_bytes, peak_of, prefill_flops
 from strandline.device.meta_device import META, zeros_from_meta
 from strandline.models.causal_lm import CausalLM
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 MANY = 10**6
@@ -16,7 +17,9 @@ MANY = 10**6
 
 def load(name: str) -> CausalLM:
     with zeros_from_meta():
-        return load_model(CONFIGS / name, device=META, load_format="dummy", keeps_quantized=True)
+        return load_model(
+            CONFIGS / name, ModelOptions(device=META, keeps_quantized=True), FillOptions(load_format="dummy")
+        )
 
 
 def test_a_decode_reads_weights_once_and_moves_states_twice() -> None:

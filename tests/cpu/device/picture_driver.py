@@ -23,6 +23,7 @@ from strandline.ids import (
     RequestId,
     SlotId,
 )
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from strandline.picture_config import PictureConfig
 from strandline.records.pictures import Picture, PictureSpan, picture_digest, rotary_delta
@@ -129,7 +130,9 @@ class PictureDriver:
     """A runner, and what a scheduler would remember of its sequences."""
 
     def __init__(self, directory: Path, *, draft_tokens: int = 0, deterministic: bool = False) -> None:
-        model = load_model(directory, dtype=torch.float32, pictures=PICTURES, with_draft_layer=draft_tokens > 0)
+        model = load_model(
+            directory, ModelOptions(dtype=torch.float32, pictures=PICTURES, with_draft_layer=draft_tokens > 0)
+        )
         kernels = choose_kernels(model, "cpu", is_deterministic=deterministic)
         model.use_kernels(kernels)
         capacity = Capacity(NUM_SLABS, 8, False, draft_tokens, ENCODED_ROWS)

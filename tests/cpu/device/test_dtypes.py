@@ -16,6 +16,7 @@ from strandline.kernels.gemm.weights import HalfWeight
 from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
+from strandline.models.model_options import ModelOptions
 from strandline.models.registry import builder_for
 from strandline.models.weights import load_model
 from tests.cpu.engine.tiny import save_tiny_model
@@ -103,7 +104,7 @@ def test_weights_of_the_draft_layer_count_where_it_is_loaded(tmp_path: Path) -> 
     num_drafting = sum(weight.numel() for weight in model.drafter.parameters())
     assert num_drafting > 0
     assert count_weights(config) == num_weights
-    assert count_weights(config, with_draft_layer=True) == num_weights + num_drafting
+    assert count_weights(config, ModelOptions(with_draft_layer=True)) == num_weights + num_drafting
 
 
 def test_container_limit_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from strandline.device.meta_device import META, zeros_from_meta
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 
@@ -29,7 +30,7 @@ def test_weights_stay_quantised_without_memory(name: str, tmp_path: Path) -> Non
     config.update(num_hidden_layers=4, layer_types=config["layer_types"][:4])
     (tmp_path / "config.json").write_text(json.dumps(config))
     with zeros_from_meta():
-        model = load_model(tmp_path, device=META, load_format="dummy", keeps_quantized=True)
+        model = load_model(tmp_path, ModelOptions(device=META, keeps_quantized=True), FillOptions(load_format="dummy"))
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     assert len(experts) == 4
     for module in experts:

@@ -20,11 +20,13 @@ from strandline.kernels.gpu import GPUS, standing_for
 from strandline.model_config import read_model_config
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import WeightsReport
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import four_bit, fp8
 
 CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+IN_BFLOAT16 = ModelOptions(dtype=torch.bfloat16)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -195,10 +197,10 @@ def test_room_is_required_for_weights_in_4_bits(quantized: tuple[Path, Path], mo
     num_bytes = num_matrix // 2 + 2 * (count_weights(config) - num_matrix)
     assert num_bytes > count_weights(config) // 2  # embeddings are not quantised
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
-    require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), bits=4)
+    require_room_for_weights(config, IN_BFLOAT16, bits=4)
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
     with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in 4 bits, embeddings in bfloat16, more than"):
-        require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), bits=4)
+        require_room_for_weights(config, IN_BFLOAT16, bits=4)
 
 
 def test_room_is_required_for_dequantised_weights(
@@ -207,23 +209,23 @@ def test_room_is_required_for_dequantised_weights(
     config = read_model_config(quantized[0])
     num_bytes = 2 * count_weights(config)
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
-    require_room_for_weights(config, torch.bfloat16, torch.device("cpu"))
+    require_room_for_weights(config, IN_BFLOAT16)
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
     with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in bfloat16, more than"):
-        require_room_for_weights(config, torch.bfloat16, torch.device("cpu"))
+        require_room_for_weights(config, IN_BFLOAT16)
 
 
 def test_room_is_required_for_the_shards_of_all_ranks(
     quantized: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = read_model_config(quantized[0])
-    num_bytes = 2 * sum(count_weights(config, Shard(index, 2)) for index in range(2))
+    num_bytes = 2 * sum(count_weights(config, ModelOptions(shard=Shard(index, 2))) for index in range(2))
     assert 2 * count_weights(config) < num_bytes < 3 * count_weights(config)
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes)
-    require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), Shard(0, 2))
+    require_room_for_weights(config, replace(IN_BFLOAT16, shard=Shard(0, 2)))
     monkeypatch.setattr(sizing, "machine_bytes", lambda: num_bytes - 1)
     with pytest.raises(ConfigError, match=f"take {num_bytes:,} bytes in bfloat16, more than"):
-        require_room_for_weights(config, torch.bfloat16, torch.device("cpu"), Shard(0, 2))
+        require_room_for_weights(config, replace(IN_BFLOAT16, shard=Shard(0, 2)))
 
 
 @pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="no products with float16 weights")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from strandline.device.weights.model_memory import can_copy, pair_tensors, tensors_of
 from strandline.kernels.gemm.weights import lay_out
 from strandline.models.layers.experts import Experts
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.quantized import load
@@ -19,7 +20,7 @@ from tests.cpu.models.storage.test_stored_formats import MAIN, save
 
 
 def random_model(directory: Path, seed: int) -> Any:
-    model = load_model(directory, dtype=torch.float32, load_format="dummy", seed=seed)
+    model = load_model(directory, ModelOptions(dtype=torch.float32), FillOptions(load_format="dummy", seed=seed))
     model.lay_out(lay_out)
     return model
 

@@ -27,6 +27,7 @@ from strandline.kernels.gemm.low_rank import LowRankTerm
 from strandline.kernels.gemm.weights import DenseWeight, StackedWeight
 from strandline.kernels.operation import Launches
 from strandline.kernels.rowwise.norm_triton import rms_norm
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from tests.cpu.kernels.experts.test_projected_mixture import Layer
 from tests.cpu.kernels.gemm import formats
@@ -148,7 +149,9 @@ def words(pointers: Any, mask: Any) -> np.ndarray:
 def watch_steps(name: str, form: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Run and watch a prompt and two decodes of one sequence."""
     dtype = torch.float32 if form == "dense" else torch.bfloat16
-    model = partial(load_model, save_in(form, name, directory), dtype=dtype, keeps_quantized=form != "dense")()
+    model = partial(
+        load_model, save_in(form, name, directory), ModelOptions(dtype=dtype, keeps_quantized=form != "dense")
+    )()
     model.lay_out(DenseWeight)
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     driver, sequence = Driver(model, kernels=choose_kernels(model, "cuda", is_deterministic=False)), Running()

@@ -14,6 +14,7 @@ from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from tests.cpu.models import families, four_bit, fp8, microscaled
 from tests.cpu.models.driver import Driver, Part, Running
@@ -58,7 +59,7 @@ FOUR_BIT_TOLERANCE = 5e-4
 def test_triton_versions_fit_the_layers(
     name: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = partial(load_model, families.save(name, tmp_path), dtype=torch.float32)
+    model = partial(load_model, families.save(name, tmp_path), ModelOptions(dtype=torch.float32))
     tokens = prompt(70)
     expected = logits(model(), tokens, "cpu")
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
@@ -100,7 +101,7 @@ def save_in(form: str, name: str, directory: Path) -> Path:
 def test_triton_versions_fit_quantised_layers(
     name: str, form: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = partial(load_model, save_in(form, name, tmp_path), dtype=torch.float32, keeps_quantized=True)
+    model = partial(load_model, save_in(form, name, tmp_path), ModelOptions(dtype=torch.float32, keeps_quantized=True))
     tokens, kept = prompt(6), model()
     assert len(kept.weights_report.kept) > 0
     expected = logits(kept, tokens, "cpu")
@@ -123,7 +124,7 @@ def test_sums_over_ranks_add_up_choices_of_experts(
     name: str, form: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = save_in(form, name, tmp_path)
-    model = partial(load_model, directory, dtype=torch.float32, keeps_quantized=form != "dense")
+    model = partial(load_model, directory, ModelOptions(dtype=torch.float32, keeps_quantized=form != "dense"))
     tokens = prompt(8)
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     expected = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
@@ -156,7 +157,7 @@ def test_few_decodes_of_nemotron_launch_our_kernels_alone(tmp_path: Path, monkey
         with launches:
             return forward(self, *arguments)
 
-    model = load_model(families.save("nemotron_h", tmp_path), dtype=torch.bfloat16)
+    model = load_model(families.save("nemotron_h", tmp_path), ModelOptions(dtype=torch.bfloat16))
     model.lay_out(DenseWeight)
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     # What kernels would compute does not matter here.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from tests.cpu.models import families
 
@@ -22,6 +23,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
     @cache
     def load_once(name: str) -> Any:
-        return load_model(families.save(name, directory), dtype=torch.float32)
+        return load_model(families.save(name, directory), ModelOptions(dtype=torch.float32))
 
     return load_once

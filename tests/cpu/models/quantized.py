@@ -1,5 +1,6 @@
 """Compares models whose weights stay quantised with the dequantised ones."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, StackedWeight
 from strandline.kernels.ranks import ONE_RANK, Ranks
+from strandline.model_config import ModelConfig
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage.weights_files import WeightsFile
-from strandline.models.weights import load_model
+from strandline.models.weights import FROM_FILES, FillOptions, load_model
 from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
 
@@ -24,8 +27,17 @@ TOLERANCE_FP8 = 0.2
 choose another expert."""
 
 
-def load(directory: Path, *, keeps_quantized: bool, **options: Any) -> Any:
-    return load_model(directory, dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
+def load(
+    directory: Path,
+    filling: FillOptions = FROM_FILES,
+    *,
+    keeps_quantized: bool,
+    config: ModelConfig | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    options_of_model = ModelOptions(dtype=torch.float32, keeps_quantized=keeps_quantized, **options)
+    return load_model(directory, options_of_model, filling, config=config, tensors=tensors)
 
 
 def values_of(weight: Any) -> Tensor:

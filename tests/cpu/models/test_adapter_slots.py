@@ -14,8 +14,9 @@ from strandline.device.hardware.upload import upload_together
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.models.adapter_slots import SlotSizes
 from strandline.models.layers.projection import Projection
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage.adapter_files import AdapterFiles, read_adapter
-from strandline.models.weights import load_model
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import adapters, families
 from tests.cpu.models.adapters import ALPHA, RANK, Factors
 from tests.cpu.models.driver import Driver, Part, Running
@@ -48,7 +49,9 @@ def test_each_row_is_computed_with_its_own_adapter(name: str, tmp_path: Path) ->
         for module, linear in adapters.linear_modules(oracle).items()
         if not any(part in module for part in OTHER_NAMES)
     }
-    model = load_model(families.save(name, tmp_path), dtype=torch.float32, adapter_slots=SlotSizes(3, RANK + 2))
+    model = load_model(
+        families.save(name, tmp_path), ModelOptions(dtype=torch.float32, adapter_slots=SlotSizes(3, RANK + 2))
+    )
     shapes = {module: shape for module, shape in shapes.items() if not module.endswith(MERGED)}
     drawn = {slot: adapters.draw(shapes, seed=slot) for slot in (2, 0)}
     for slot, factors in drawn.items():
@@ -71,7 +74,9 @@ def test_each_row_is_computed_with_its_own_adapter(name: str, tmp_path: Path) ->
 
 def test_ranks_of_all_projections_are_aligned(tmp_path: Path) -> None:
     """Kernels are compiled by whether 16 divides addresses and strides: once, so."""
-    model = load_model(families.save("qwen3_5", tmp_path), dtype=torch.float32, adapter_slots=SlotSizes(2, RANK))
+    model = load_model(
+        families.save("qwen3_5", tmp_path), ModelOptions(dtype=torch.float32, adapter_slots=SlotSizes(2, RANK))
+    )
     adapted = [module.adapters for module in model.modules() if isinstance(module, Projection)]
     ranks = [adapters.weights.rank_SP for adapters in adapted if adapters is not None]
     assert len({rank_SP.shape[1] for rank_SP in ranks}) > 1
@@ -98,7 +103,7 @@ def test_adapters_change_weights_that_stay_quantised(name: str, format: str, tmp
     config = {"lora_alpha": ALPHA / 4}
     adapter = read_adapter(adapters.write(tmp_path / "adapter", adapters.draw(shapes), config=config))
     model.adapters.fill(1, model.adapters.read(adapter))
-    expected = logits_of_model(load(plain, keeps_quantized=False, adapter=adapter))
+    expected = logits_of_model(load(plain, FillOptions(adapter=adapter), keeps_quantized=False))
     assert (before - expected).norm() > 0.3 * expected.norm()
     driver, sequence, tokens, found = Driver(model), Running(), families.prompt(21), list[Tensor]()
     for part in (tokens[:-1], tokens[-1:]):

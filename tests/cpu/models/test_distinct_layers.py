@@ -12,7 +12,8 @@ from torch import nn
 from strandline.device.meta_device import META, zeros_from_meta
 from strandline.models.causal_lm import CausalLM
 from strandline.models.distinct_layers import distinct_layers
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 
@@ -37,7 +38,7 @@ def test_layers_differ_in_settings_shapes_and_dtypes(other: dict[str, Any]) -> N
 
 def load(name: str) -> CausalLM:
     with zeros_from_meta():
-        return load_model(CONFIGS / name, device=META, load_format="dummy")
+        return load_model(CONFIGS / name, ModelOptions(device=META), FillOptions(load_format="dummy"))
 
 
 @pytest.mark.parametrize(
@@ -54,5 +55,5 @@ def test_windows_make_layers_distinct(tmp_path: Path) -> None:
     config.update(swa_num_key_value_heads=8, mlp_layer_types=["sparse"] * 6)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with zeros_from_meta():
-        model = load_model(tmp_path, device=META, load_format="dummy")
+        model = load_model(tmp_path, ModelOptions(device=META), FillOptions(load_format="dummy"))
     assert distinct_layers(list(model.decoder.layers)) == [0, 1, 5]

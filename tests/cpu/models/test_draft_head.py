@@ -12,7 +12,8 @@ from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.ranks import columns_of
 from strandline.models import draft_head
 from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models.driver import Driver
 from tests.cpu.models.rank_threads import RankThread, RankThreads
@@ -32,7 +33,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def rounded_model(directory: Path, seed: int = 1, shard: Shard = WHOLE) -> Any:
     model = load_model(
-        directory, dtype=torch.float32, load_format="dummy", seed=seed, shard=shard, with_draft_layer=True
+        directory,
+        ModelOptions(dtype=torch.float32, shard=shard, with_draft_layer=True),
+        FillOptions(load_format="dummy", seed=seed),
     )
     model.lay_out(DenseWeight)
     model.round_draft_head()

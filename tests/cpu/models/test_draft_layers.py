@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strandline.kernels.batch import StepBatch
 from strandline.models.layers.protocol import ModelMemory
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.models.driver import Driver, Part, Running
@@ -20,7 +21,7 @@ LENGTHS = [[1, 1, 1], [5, 63, 1, 70], [64, 2]]
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return load_model(DEMO_DIRECTORY, dtype=torch.float32, with_draft_layer=True)
+    return load_model(DEMO_DIRECTORY, ModelOptions(dtype=torch.float32, with_draft_layer=True))
 
 
 def kept(model: Any, lengths: list[int], store: Callable[..., object]) -> list[Tensor]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strandline.models.model_options import ModelOptions
 from strandline.models.registry import ARCHITECTURES
 from strandline.models.weights import load_model
 from tests.cpu.models.driver import Driver, Part, Running
@@ -148,7 +149,7 @@ def test_one_token_prompts_with_a_cut_run_as_prefills(load: Loader) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
     tokens = prompt(100)
-    model = load_model(save(name, tmp_path), dtype=torch.bfloat16)
+    model = load_model(save(name, tmp_path), ModelOptions(dtype=torch.bfloat16))
     (logits,), _ = Driver(model).step([Part(Running(), tokens)])
     expected = oracle_logits(name, tokens)
     # 8 bits of mantissa, 4 layers: a few per cent of the logits' spread. A wrong layer gives over 100 %.
@@ -157,7 +158,7 @@ def test_bfloat16_stays_close_to_float32(name: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name, family in CONFIGS.items() if family.is_altered])
 def test_a_wrong_tensor_anywhere_shows_in_the_logits(name: str, tmp_path: Any) -> None:
-    model, tokens = load_model(save(name, tmp_path), dtype=torch.float32), prompt(64)
+    model, tokens = load_model(save(name, tmp_path), ModelOptions(dtype=torch.float32)), prompt(64)
     for parameter_name, parameter in model.named_parameters():
         right = parameter.clone()
         if not right.any():

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from strandline.kernels.rowwise.quantized_rows import GROUP
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage import coded_storage, codes, stored_rows
 from strandline.models.storage import fp8 as fp8_reader
 from strandline.models.storage.weights_files import WeightsFile
@@ -112,7 +113,7 @@ def test_storages_are_counted_while_they_live() -> None:
 def test_weights_that_stay_take_their_bytes_and_one_tensor(directory: Path, counted: LiveBytes) -> None:
     published = load_file(directory / "model.safetensors").values()
     with counted:
-        model: Any = load_model(directory, dtype=torch.float32, keeps_quantized=True)
+        model: Any = load_model(directory, ModelOptions(dtype=torch.float32, keeps_quantized=True))
     assert len(model.weights_report.kept) == model.weights_report.num_quantized > 10
     num_bytes = sum(tensor.nbytes for tensor in published)
     # A rotary table and the like come on top; in bfloat16, most weights would take twice as much.
@@ -126,7 +127,7 @@ def test_weights_that_stay_take_their_bytes_and_one_tensor(directory: Path, coun
 def test_weights_in_4_bits_take_their_bytes_and_one_tensor(in_4_bits: Path, counted: LiveBytes) -> None:
     published = load_file(in_4_bits / "model.safetensors").values()
     with counted:
-        model: Any = load_model(in_4_bits, dtype=torch.float32, keeps_quantized=True)
+        model: Any = load_model(in_4_bits, ModelOptions(dtype=torch.float32, keeps_quantized=True))
     assert len(model.weights_report.kept) == model.weights_report.num_quantized > 10
     num_bytes = sum(tensor.nbytes for tensor in published)
     # Zero points take a byte, and rows are padded to blocks of inputs.
@@ -139,7 +140,7 @@ def test_weights_in_4_bits_take_their_bytes_and_one_tensor(in_4_bits: Path, coun
 def test_dequantised_weights_take_their_bytes_and_one_tensor(directory: Path, counted: LiveBytes) -> None:
     published = load_file(directory / "model.safetensors")
     with counted:
-        model: Any = load_model(directory, dtype=torch.float32)
+        model: Any = load_model(directory, ModelOptions(dtype=torch.float32))
     assert len(model.weights_report.kept) == 0
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights <= counted.live < 1.2 * weights

@@ -11,6 +11,7 @@ from torch import Tensor
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage.conversion import convert
 from strandline.models.weights import load_model
 from tests.cpu.models import families, fp8, nemotron_drafts
@@ -40,7 +41,7 @@ def changed(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, **options: Any) -> Any:
-    return load_model(directory, dtype=torch.float32, with_draft_layer=True, **options)
+    return load_model(directory, ModelOptions(dtype=torch.float32, with_draft_layer=True, **options))
 
 
 def pairs(name: str) -> tuple[Tensor, tuple[int, ...]]:
@@ -93,7 +94,7 @@ def test_every_published_tensor_is_read_and_none_skipped(directory: Path) -> Non
     names = load_file(directory / "model.safetensors").keys()
     found = load(directory).weights_report
     assert (found.num_tensors, found.skipped) == (len(names), {})
-    without = load_model(directory, dtype=torch.float32).weights_report
+    without = load_model(directory, ModelOptions(dtype=torch.float32)).weights_report
     assert without.skipped == {"mtp.": sum(name.startswith("mtp.") for name in names)}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from strandline.errors import ConfigError
 from strandline.models.layers.shard import WHOLE, Shard
 from strandline.models.layers.targets import Read, interleaved, sharded, spanned, stacked, stacked_rows, whole
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage.weights_files import WeightsFile
 from strandline.models.weights import load_model
 from tests.cpu.models import families
@@ -37,7 +38,7 @@ def test_shards_compute_what_the_whole_computes(directory_of: Any, name: str, co
     directory, tokens = directory_of(name), families.prompt(70)
 
     def logits(ranks: RankThread) -> Tensor:
-        model = load_model(directory, dtype=torch.float32, shard=Shard(ranks.rank, ranks.size))
+        model = load_model(directory, ModelOptions(dtype=torch.float32, shard=Shard(ranks.rank, ranks.size)))
         driver, sequence = Driver(model, ranks=ranks), Running()
         steps = [tokens[:66], *([token] for token in tokens[66:])]
         return torch.cat([driver.step([Part(sequence, step)])[0][0] for step in steps])
@@ -65,7 +66,7 @@ def test_norms_behind_parts_sum_over_ranks(directory_of: Any, name: str, num_nor
 
     def logits(ranks: RankThread) -> Tensor:
         ranks.few_rows = few_rows = CountingFewRows(ranks, max_rows=1)
-        model = load_model(directory, dtype=torch.float32, shard=Shard(ranks.rank, ranks.size))
+        model = load_model(directory, ModelOptions(dtype=torch.float32, shard=Shard(ranks.rank, ranks.size)))
         driver, sequence = Driver(model, ranks=ranks), Running()
         first = driver.step([Part(sequence, tokens[:8])])[0][0]
         assert few_rows.num_add_norms == 0
@@ -89,7 +90,7 @@ def test_a_shard_reads_its_part_of_the_files(directory_of: Any, name: str, monke
         return tensor
 
     monkeypatch.setattr(WeightsFile, "get", counting)
-    loaded = [load_model(directory_of(name), shard=shard) for shard in (WHOLE, Shard(0, 2))]
+    loaded = [load_model(directory_of(name), ModelOptions(shard=shard)) for shard in (WHOLE, Shard(0, 2))]
     num_all, num_held = (sum(x.numel() for _, x in model.named_parameters()) for model in loaded)
     assert num_held < 0.6 * num_all
     assert num_read <= num_all + num_held
@@ -182,4 +183,4 @@ REFUSED: Sequence[tuple[str, int, str]] = [
 @pytest.mark.parametrize(("name", "count", "message"), REFUSED)
 def test_a_model_that_cannot_be_divided_is_refused(directory_of: Any, name: str, count: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_model(directory_of(name), shard=Shard(0, count))
+        load_model(directory_of(name), ModelOptions(shard=Shard(0, count)))

@@ -16,9 +16,10 @@ from transformers import Qwen3_5TextConfig
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import read_model_config
+from strandline.models.model_options import ModelOptions
 from strandline.models.registry import ARCHITECTURES
 from strandline.models.storage.weights_files import fingerprint
-from strandline.models.weights import load_model
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import families
 from tests.cpu.models.driver import Driver, Part, Running
 
@@ -57,7 +58,7 @@ def logits_of(model: Any) -> Tensor:
 
 
 def load_float32(directory: Path) -> Any:
-    return load_model(directory, dtype=torch.float32)
+    return load_model(directory, ModelOptions(dtype=torch.float32))
 
 
 def assert_right(directory: Path, name: str) -> None:
@@ -124,7 +125,7 @@ def test_shards_with_an_index_load(
 ) -> None:
     directory = changed(lambda _: None)
     split_into_shards(directory)
-    load_model(directory, progress=progress)
+    load_model(directory, filling=FillOptions(progress=progress))
     assert ("3/3" in capsys.readouterr().err) is progress
     assert_right(directory, "qwen3_5")
 
@@ -303,7 +304,7 @@ def test_stored_dtypes_are_converted(changed: Callable[..., Path], dtype: torch.
 
 
 def test_decays_stay_float32_in_a_bfloat16_model(saved: Path) -> None:
-    model = load_model(saved / "qwen3_5", dtype=torch.bfloat16)
+    model = load_model(saved / "qwen3_5", ModelOptions(dtype=torch.bfloat16))
     found = {".".join(name.split(".")[-2:]): parameter.dtype for name, parameter in model.named_parameters()}
     assert found["mixer.A_log_H"] == found["mixer.dt_bias_H"] == torch.float32
     assert found["in_proj.weight_OI"] == torch.bfloat16
@@ -318,7 +319,7 @@ def test_auto_takes_the_dtype_of_the_configuration(saved: Path) -> None:
 
 def test_the_spec_counts_every_layer(saved: Path) -> None:
     config = read_model_config(saved / "qwen3_5")
-    spec = load_model(saved / "qwen3_5", dtype=torch.bfloat16).spec
+    spec = load_model(saved / "qwen3_5", ModelOptions(dtype=torch.bfloat16)).spec
     assert [index for index, layer in enumerate(spec.layers) if layer.streams] == [1, 3]
     assert spec.layers[0] == spec.layers[2]
     state, window = spec.layers[0].states
@@ -423,13 +424,16 @@ def test_an_unsupported_setting_is_named(saved: Path, tmp_path: Path, setting: s
 
 def test_an_unknown_load_format_is_named(saved: Path) -> None:
     with pytest.raises(ConfigError, match="--load-format 'pickle' is unknown; known: auto, safetensors, dummy"):
-        load_model(saved / "qwen3_5", load_format="pickle")
+        load_model(saved / "qwen3_5", filling=FillOptions(load_format="pickle"))
 
 
 @pytest.mark.parametrize("name", list(families.CONFIGS))
 def test_dummy_weights_need_a_configuration_alone(name: str) -> None:
     model = load_model(
-        "nowhere", config=families.model_config(families.config_of(name)), dtype=torch.bfloat16, load_format="dummy"
+        "nowhere",
+        ModelOptions(dtype=torch.bfloat16),
+        FillOptions(load_format="dummy"),
+        config=families.model_config(families.config_of(name)),
     )
     logits = logits_of(model)
     assert bool(logits.isfinite().all())
@@ -453,7 +457,12 @@ def dummy_of_a_deep_model(seed: int, dtype: torch.dtype) -> Any:
         tie_word_embeddings=True,
         architectures=["Qwen3_5ForCausalLM"],
     )
-    return load_model("nowhere", config=families.model_config(config), dtype=dtype, load_format="dummy", seed=seed)
+    return load_model(
+        "nowhere",
+        ModelOptions(dtype=dtype),
+        FillOptions(load_format="dummy", seed=seed),
+        config=families.model_config(config),
+    )
 
 
 def test_dummy_weights_keep_a_deep_model_in_range() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 from strandline.transfer.rank_parts import RankParts
@@ -53,7 +54,7 @@ class Memory(NamedTuple):
 
 def computed(directory: Path, ranks: RankThread) -> Memory:
     """Compute some tokens on a rank; return what it then holds."""
-    model = load_model(directory, dtype=torch.float32, shard=Shard(ranks.rank, ranks.size))
+    model = load_model(directory, ModelOptions(dtype=torch.float32, shard=Shard(ranks.rank, ranks.size)))
     driver, sequence, tokens = Driver(model, num_slabs=20, ranks=ranks), Running(), families.prompt(NUM_TOKENS)
     for step in (tokens[:66], *([token] for token in tokens[66:])):
         driver.step([Part(sequence, step)])

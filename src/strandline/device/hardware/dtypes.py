@@ -7,7 +7,7 @@ and values, and for weights while they are loaded. Afterwards, weights that floa
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,13 +22,10 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.layers.site import Site
-from strandline.models.registry import builder_for
+from strandline.models.model_options import AS_PUBLISHED, ModelOptions, build_model, published_dtype
 from strandline.models.storage.formats import WeightFormat, read_formats
 from strandline.models.storage.published_names import DRAFT_PREFIXES
-from strandline.models.weights import WeightsReport, published_dtype
-from strandline.picture_config import PictureConfig
+from strandline.models.weights import WeightsReport
 from strandline.specs import E4M3
 
 E4M3_CAPABILITY: Final = (8, 9)
@@ -197,36 +194,28 @@ def peak_note(device: torch.device) -> str:
     return f"weights: {_size(loaded)}; at most {_size(peak)} while they loaded"
 
 
-def count_weights(
-    model_config: ModelConfig,
-    shard: Shard = WHOLE,
-    *,
-    with_draft_layer: bool = False,
-    pictures: PictureConfig | None = None,
-) -> int:
-    """Return how many weights a model, or a shard of it, has; none are made. Arguments as for ``load_model``.
+def count_weights(model_config: ModelConfig, options: ModelOptions = AS_PUBLISHED) -> int:
+    """Return how many weights a model, or a shard of it, has; none are made.
 
     Raises:
         ConfigError: its architecture is not supported, or has no draft layer.
     """
-    model = _on_meta(model_config, shard, with_draft_layer)
-    if pictures is not None:
-        model.add_tower(pictures)
     # A tied head is the embedding once more, and comes once.
-    return sum(weight.numel() for weight in model.parameters())
+    return sum(weight.numel() for weight in _on_meta(model_config, options).parameters())
 
 
-def count_matrix_weights(model_config: ModelConfig, shard: Shard = WHOLE, *, with_draft_layer: bool = False) -> int:
-    """Return how many of the weights that ``count_weights`` counts may stay quantised: not those of embeddings."""
-    modules = _on_meta(model_config, shard, with_draft_layer).modules()
+def count_matrix_weights(model_config: ModelConfig, options: ModelOptions = AS_PUBLISHED) -> int:
+    """Return how many of the weights that ``count_weights`` counts may stay quantised: not embeddings, nor a tower."""
+    modules = _on_meta(model_config, replace(options, pictures=None)).modules()
     owners = [module for module in modules if isinstance(module, Projection | Experts)]
     return sum(weight.numel() for owner in owners for weight in owner.parameters(recurse=False) if weight.ndim > 1)
 
 
-def _on_meta(model_config: ModelConfig, shard: Shard, with_draft_layer: bool) -> CausalLM:
-    model = builder_for(model_config)(model_config, Site(torch.float32, "meta", shard))
-    if with_draft_layer:
-        model.add_draft_layer()
+def _on_meta(model_config: ModelConfig, options: ModelOptions) -> CausalLM:
+    """Build what has published weights, without memory."""
+    parts = replace(AS_PUBLISHED, shard=options.shard, with_draft_layer=options.with_draft_layer)
+    parts = replace(parts, pictures=options.pictures, dtype=torch.float32, device="meta")
+    model: CausalLM = build_model(model_config, parts)
     return model
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.adapter_slots import SlotSizes
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage import adapter_files
 from strandline.models.storage.adapter_files import read_adapter, read_adapter_config
 from strandline.models.storage.low_rank import LowRank
-from strandline.models.weights import load_model
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import adapters, families, fp8
 from tests.cpu.models.adapters import ALPHA, RANK, Factors
 from tests.cpu.models.driver import Driver, Part, Running
@@ -53,7 +54,7 @@ ALL = [
 
 def load(directory: Path, adapter: Path | None = None, **options: Any) -> Any:
     read = None if adapter is None else read_adapter(adapter)
-    return load_model(directory, dtype=torch.float32, adapter=read, **options)
+    return load_model(directory, ModelOptions(dtype=torch.float32, **options), FillOptions(adapter=read))
 
 
 def logits_of(model: Any) -> Tensor:

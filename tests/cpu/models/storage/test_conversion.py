@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from strandline.cli import QUANTIZED_FORMATS
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.moe import SparseMoe
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage import conversion
 from strandline.models.storage.conversion import convert, is_converted
 from strandline.models.storage.quantizers import BLOCK, QUANTIZERS, nearest_codes
@@ -103,7 +104,7 @@ def test_projections_are_converted_and_nothing_else(kind: str, request: pytest.F
 
 def test_converted_model_loads_within_the_precision_of_e4m3(sparse: Path, tmp_path: Path) -> None:
     report = convert(sparse, tmp_path / "out")
-    models = (load_model(path, dtype=torch.float32) for path in (sparse, tmp_path / "out"))
+    models = (load_model(path, ModelOptions(dtype=torch.float32)) for path in (sparse, tmp_path / "out"))
     exact, found = (dict(model.named_parameters()) for model in models)
     assert 0.02 < report.relative_error < 0.03
     for name, weight in found.items():
@@ -119,13 +120,13 @@ def test_converted_model_loads_within_the_precision_of_e4m3(sparse: Path, tmp_pa
 def test_every_family_loads_from_what_is_written(name: str, format: str, tmp_path: Path) -> None:
     source = families.save(name, tmp_path, **(GROUPS_OF_16 if format == "nvfp4" else {}))
     report = convert(source, tmp_path / "out", format)
-    model: Any = load_model(tmp_path / "out", dtype=torch.float32)
+    model: Any = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32))
     num_written = sum(name.endswith(("_packed", "_scale_inv")) for name in tensors_of(tmp_path / "out"))
     assert model.weights_report.num_quantized == num_written >= report.num_converted > 0
-    exact: Any = load_model(source, dtype=torch.float32)
+    exact: Any = load_model(source, ModelOptions(dtype=torch.float32))
     for (weight_name, weight), (_, expected) in zip(model.named_parameters(), exact.named_parameters(), strict=True):
         assert float((weight - expected).norm()) <= ERRORS[format] * float(expected.norm()), weight_name
-    kept = load_model(tmp_path / "out", dtype=torch.float32, keeps_quantized=True)
+    kept = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
     assert_same_weights(kept, model)
 
 
@@ -139,15 +140,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("format", QUANTIZERS)
 def test_files_stand_for_the_nearest_numbers(format: str, wide: Path, tmp_path: Path) -> None:
     report = convert(wide, tmp_path / "out", format)
-    models = (load_model(path, dtype=torch.float32) for path in (wide, tmp_path / "out"))
+    models = (load_model(path, ModelOptions(dtype=torch.float32)) for path in (wide, tmp_path / "out"))
     exact, found = (dict(model.named_parameters()) for model in models)
     changed = [name for name, weight in found.items() if not torch.equal(weight, exact[name])]
     assert report.num_converted >= len(changed) > 10
     assert report.relative_error < ERRORS[format]
     for name in changed:
         assert float((found[name] - exact[name]).norm()) <= ERRORS[format] * float(exact[name].norm()), name
-    kept = load_model(tmp_path / "out", dtype=torch.float32, keeps_quantized=True)
-    assert_same_weights(kept, load_model(tmp_path / "out", dtype=torch.float32))
+    kept = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
+    assert_same_weights(kept, load_model(tmp_path / "out", ModelOptions(dtype=torch.float32)))
 
 
 @given(st.sampled_from(["nvfp4", "int4"]), st.integers(0, 2**31), st.floats(-20, 20))
@@ -242,7 +243,7 @@ def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
         assert found[name].dtype == torch.float8_e4m3fn
         for part, values in expected.items():
             assert torch.equal(found[part].float(), values)
-    kept: Any = load_model(tmp_path / "out", dtype=torch.float32, keeps_quantized=True)
+    kept: Any = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
     layers = [layer.mlp for layer in kept.decoder.layers if isinstance(layer.mlp, SparseMoe)]
     assert layers
     assert all(layer.experts.takes_quantized for layer in layers)
@@ -251,7 +252,7 @@ def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
 def test_experts_in_one_tensor_stay_so_in_int4(tmp_path: Path) -> None:
     source = families.save("granite_hybrid", tmp_path, intermediate_size=128)
     report = convert(source, tmp_path / "out", "int4")
-    exact, found = tensors_of(source), load_model(tmp_path / "out", dtype=torch.float32)
+    exact, found = tensors_of(source), load_model(tmp_path / "out", ModelOptions(dtype=torch.float32))
     names = [name for name in exact if name.endswith("block_sparse_moe.output_linear.weight")]
     assert report.num_converted == len(names) == 3
     for layer, name in enumerate(names):

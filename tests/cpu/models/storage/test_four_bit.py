@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage import codes
 from strandline.models.weights import load_model
 from tests.cpu.models import families, four_bit, fp8
@@ -36,7 +37,7 @@ def converted(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return load_model(directory, dtype=dtype, **options)
+    return load_model(directory, ModelOptions(dtype=dtype, **options))
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))

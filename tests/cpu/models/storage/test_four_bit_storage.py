@@ -13,8 +13,9 @@ from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, StackedWei
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage import coded_storage
-from strandline.models.weights import load_model
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, four_bit, fp8
 from tests.cpu.models.four_bit import SCHEMES, Scheme, awq_config, compressed_config, gptq_config
@@ -54,7 +55,9 @@ def test_weights_of_every_format_stay(scheme: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["compressed", "awq"])
 def test_random_weights_have_a_mean_of_zero(scheme: str, tmp_path: Path) -> None:
-    model = load_model(save("qwen3_moe", tmp_path, scheme), load_format="dummy", keeps_quantized=True)
+    model = load_model(
+        save("qwen3_moe", tmp_path, scheme), ModelOptions(keeps_quantized=True), FillOptions(load_format="dummy")
+    )
     weights = [part.up for module in model.modules() if isinstance(module, Experts) for part in module.parts]
     assert weights
     for weight in weights:

@@ -17,7 +17,8 @@ from strandline.models.layers.attention import Attention
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families, fp8, quantized
 from tests.cpu.models.quantized import TOLERANCE_FP8, assert_same_weights, load, values_of
@@ -99,7 +100,10 @@ def test_large_matrices_have_a_scale_per_block(tmp_path: Path) -> None:
 def test_draft_layers_stay_in_fp8(tmp_path: Path) -> None:
     directory = save("qwen3_5", tmp_path, BLOCKS)
     model: Any = load_model(
-        "nowhere", config=read_model_config(directory), load_format="dummy", keeps_quantized=True, with_draft_layer=True
+        "nowhere",
+        ModelOptions(keeps_quantized=True, with_draft_layer=True),
+        FillOptions(load_format="dummy"),
+        config=read_model_config(directory),
     )
     assert isinstance(model.drafter.layer.mlp.down.weight, ScaledWeight)
     assert isinstance(model.drafter.fc.weight, DenseWeight)
@@ -107,7 +111,7 @@ def test_draft_layers_stay_in_fp8(tmp_path: Path) -> None:
 
 def load_random(directory: Path, recipe: dict[str, Any]) -> Any:
     config = replace(read_model_config(directory), quantization={"quant_method": "modelopt", **recipe})
-    return load_model("nowhere", config=config, load_format="dummy", keeps_quantized=True)
+    return load_model("nowhere", ModelOptions(keeps_quantized=True), FillOptions(load_format="dummy"), config=config)
 
 
 @pytest.mark.parametrize(("algorithm", "grid"), [("FP8", (1, 1)), ("FP8_PB_WO", (2, 2)), (PER_CHANNEL, (192, 1))])

@@ -28,6 +28,7 @@ from strandline.models.storage.layouts import (
 )
 from strandline.models.storage.quantization_config import read_schemes
 from strandline.models.storage.quantizers import QUANTIZERS, quantizer_of
+from strandline.models.weights import FillOptions
 from tests.cpu.models import families, microscaled
 from tests.cpu.models.fp8 import Tensors, change_tensors
 from tests.cpu.models.quantized import assert_same_weights, check, load, logits, values_of
@@ -94,7 +95,7 @@ def test_rows_are_all_that_loading_needs(published: tuple[Path, Path]) -> None:
 
 def test_random_weights_need_no_more(published: tuple[Path, Path]) -> None:
     directory, _ = published
-    model = load(directory, keeps_quantized=True, load_format="dummy")
+    model = load(directory, FillOptions(load_format="dummy"), keeps_quantized=True)
     assert bool(logits(model).isfinite().all())
     spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
     assert 0.5 < float(spread) < 1.5

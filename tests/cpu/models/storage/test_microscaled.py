@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from tests.cpu.models import families, microscaled
 from tests.cpu.models.fp8 import Tensors, change_json, change_tensors, is_projection, quantize
@@ -61,7 +62,7 @@ def test_shards_hold_parts_of_the_whole(converted: Callable[..., tuple[Path, Pat
     quantized, plain = converted("qwen3_5_moe", way)
     for index in range(2):
         shard = Shard(index, 2)
-        assert_equal(load_model(quantized, shard=shard), load_model(plain, shard=shard))
+        assert_equal(load_model(quantized, ModelOptions(shard=shard)), load_model(plain, ModelOptions(shard=shard)))
 
 
 def test_layers_of_one_model_have_formats_of_their_own(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from strandline.models.layers.attention import Attention
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import families, four_bit, fp8, microscaled
 from tests.cpu.models.fp8 import Tensors
 from tests.cpu.models.quantized import TOLERANCE, assert_same_weights, check, check_parts_read, load, logits
@@ -116,7 +117,9 @@ def test_wrong_parts_of_gpt_oss_experts_are_named(name: str, change: Any, messag
 
 def test_random_experts_of_gpt_oss_are_quantised_alone(tmp_path: Path) -> None:
     directory, _ = save_gpt_oss(tmp_path)
-    model = load_model(directory, load_format="dummy", keeps_quantized=True, dtype=torch.float32)
+    model = load_model(
+        directory, ModelOptions(keeps_quantized=True, dtype=torch.float32), FillOptions(load_format="dummy")
+    )
     assert all(part.up.format is FP4 for x in model.modules() if isinstance(x, Experts) for part in x.parts)
     assert not any(module.is_kept for module in model.modules() if isinstance(module, Projection))
     assert logits(model).isfinite().all()
@@ -275,8 +278,8 @@ def test_random_weights_have_the_formats_of_a_mixed_recipe(
 ) -> None:
     directory = families.save("qwen3_5_moe", tmp_path, **SIZES)
     fp8.change_json(directory / "config.json", quantization_config=config)
-    options = {"config": read_model_config(directory), "load_format": "dummy"}
-    model = load(Path("nowhere"), keeps_quantized=True, **options)
+    config_of_model = read_model_config(directory)
+    model = load(Path("nowhere"), FillOptions(load_format="dummy"), keeps_quantized=True, config=config_of_model)
     expected = {"experts": {FP4}, "attention": {FP8}, "output": {output}, "head": {head}}
     assert formats_of(model) == expected
     assert bool(logits(model).isfinite().all())

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.models.layers.shard import Shard
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage import fp8 as reader
 from strandline.models.storage.fp8 import scale_grid
 from strandline.models.storage.quantization_config import CHANNEL, TENSOR, Block, Fp8Scheme
-from strandline.models.weights import load_model
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import families, fp8
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.fp8 import Tensors
@@ -147,7 +148,7 @@ def converted(saved: Callable[[str], Path], tmp_path: Path) -> Callable[..., tup
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return load_model(directory, dtype=dtype, **options)
+    return load_model(directory, ModelOptions(dtype=dtype, **options))
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -308,7 +309,8 @@ def test_weights_are_dequantised_in_parts(
 def test_weights_are_rounded_before_they_are_widened(converted: Callable[..., Any]) -> None:
     directory, plain = converted()
     rounded = {name: weight.to(torch.bfloat16).float() for name, weight in load(plain).named_parameters()}
-    for name, weight in load(directory, rounded_to=torch.bfloat16).named_parameters():
+    rounded_model = load_model(directory, ModelOptions(dtype=torch.float32), FillOptions(rounded_to=torch.bfloat16))
+    for name, weight in rounded_model.named_parameters():
         if name.endswith("out_proj.weight_OI"):
             assert torch.equal(weight, rounded[name])
 

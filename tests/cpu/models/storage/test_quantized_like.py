@@ -13,8 +13,9 @@ from torch import Tensor
 from strandline.device.weights.model_memory import pair_tensors
 from strandline.errors import WeightsError
 from strandline.kernels.gemm.weights import DenseWeight
+from strandline.models.model_options import ModelOptions
 from strandline.models.storage.conversion import convert
-from strandline.models.weights import load_model
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models.quantized import assert_same_weights, load, logits
 from tests.cpu.models.storage.test_conversion import EXPERTS, SIZES, tensors_of
@@ -56,7 +57,7 @@ def test_plain_weights_become_what_conversion_writes(format: str, kind: str, tmp
     tensors = load_file(plain[1] / "model.safetensors")
     for sent in (tensors, unfuse_experts(tensors) if kind == "sparse" else {}):
         if sent:
-            found = load(old, keeps_quantized=True, tensors=sent, quantized_as=wanted)
+            found = load(old, FillOptions(quantized_as=wanted), keeps_quantized=True, tensors=sent)
             assert found.weights_report.kept == wanted
             assert_same_weights(found, load(new, keeps_quantized=False))
     for model in (served, expected, found):
@@ -77,7 +78,7 @@ def test_fp8_of_rows_and_tensors_is_rounded_once(scale: str, tmp_path: Path) -> 
     algorithm = {"channel": "FP8_PER_CHANNEL_PER_TOKEN", "tensor": "FP8"}[scale]
     changed_config(directory, quant_method="modelopt", quant_algo=algorithm)
     wanted = load(_with_scales(directory, tensors, scale), keeps_quantized=True).weights_report.kept
-    found = load(directory, keeps_quantized=True, tensors=tensors, quantized_as=wanted)
+    found = load(directory, FillOptions(quantized_as=wanted), keeps_quantized=True, tensors=tensors)
     assert_same_weights(found, load(directory, keeps_quantized=False))
 
 
@@ -106,7 +107,7 @@ def test_weights_that_nothing_converts_are_refused(tmp_path: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     name = next(name for name in tensors if name.endswith("down_proj.weight"))
     with pytest.raises(WeightsError, match="nothing converts it"):
-        load_model(directory, tensors=tensors, keeps_quantized=True, quantized_as={name: 0})
+        load_model(directory, ModelOptions(keeps_quantized=True), FillOptions(quantized_as={name: 0}), tensors=tensors)
 
 
 def test_weights_with_other_inputs_than_groups_are_refused(tmp_path: Path) -> None:
@@ -118,10 +119,10 @@ def test_weights_with_other_inputs_than_groups_are_refused(tmp_path: Path) -> No
     with pytest.raises(WeightsError, match="multiple of 128"):
         load(
             tmp_path / "int4",
+            FillOptions(quantized_as=wanted),
             keeps_quantized=True,
             tensors=tensors | {name: tensors[name][:, :-1]},
-            quantized_as=wanted,
         )
-    broken = tensors[name] / 0
+    tensors[name] /= 0
     with pytest.raises(WeightsError, match="not a finite number"):
-        load(tmp_path / "int4", keeps_quantized=True, tensors=tensors | {name: broken}, quantized_as=wanted)
+        load(tmp_path / "int4", FillOptions(quantized_as=wanted), keeps_quantized=True, tensors=tensors)

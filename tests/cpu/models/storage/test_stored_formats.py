@@ -23,6 +23,7 @@ from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.storage.conversion import is_converted
+from strandline.models.weights import FillOptions
 from tests.cpu.models import families, four_bit, fp8, microscaled
 from tests.cpu.models.quantized import (
     TOLERANCE,
@@ -177,7 +178,7 @@ def test_ranks_read_only_their_part(name: str, format: str, tmp_path: Path, monk
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_random_weights_stay_quantised(name: str, format: str, tmp_path: Path) -> None:
     config, stored = read_model_config(save(name, format, tmp_path)[0]), FORMATS[format].stored
-    model = load(Path("nowhere"), keeps_quantized=True, config=config, load_format="dummy")
+    model = load(Path("nowhere"), FillOptions(load_format="dummy"), keeps_quantized=True, config=config)
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     assert {up.format for up in weights_of_experts(model)} == ({stored} if name == "qwen3_5_moe" else set())
     spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from strandline.errors import WeightsError
 from strandline.models.layers.shard import Shard
-from strandline.models.weights import load_model
+from strandline.models.model_options import ModelOptions
+from strandline.models.weights import FillOptions, load_model
 from tests.cpu.device.picture_driver import PICTURES
 from tests.cpu.models.families import save
 from tests.cpu.models.fp8 import change_tensors
@@ -21,7 +22,7 @@ NAME = "qwen3_5-vision"
 
 def tower_tensors(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Return the values that a loaded tower has, by their published names."""
-    model: Any = load_model(directory, dtype=torch.float32, pictures=PICTURES, **options)
+    model: Any = load_model(directory, ModelOptions(dtype=torch.float32, pictures=PICTURES, **options))
     targets = dict(model.tower.targets("model.visual."))
     return {name: target.view for name, target in targets.items() if target.view is not None}
 
@@ -58,7 +59,7 @@ def test_towers_keep_their_dtype_in_quantized_files(tmp_path: Path, keeps_quanti
 
 def test_tensors_of_towers_are_skipped_where_only_text_is_served(tmp_path: Path) -> None:
     directory = save(NAME, tmp_path)
-    model = load_model(directory, dtype=torch.float32)
+    model = load_model(directory, ModelOptions(dtype=torch.float32))
     assert model.tower is None
     assert model.weights_report.skipped == {"model.visual.": len(published(directory))}
 
@@ -70,12 +71,14 @@ def test_missing_tensors_of_towers_are_named(tmp_path: Path) -> None:
 
     directory = change_tensors(save(NAME, tmp_path), drop)
     with pytest.raises(WeightsError, match=r"model\.visual\.\S+ .* missing.*--language-model-only"):
-        load_model(directory, dtype=torch.float32, pictures=PICTURES)
-    load_model(directory, dtype=torch.float32)
+        load_model(directory, ModelOptions(dtype=torch.float32, pictures=PICTURES))
+    load_model(directory, ModelOptions(dtype=torch.float32))
 
 
 def test_random_towers_give_embeddings_of_the_size_of_words(tmp_path: Path) -> None:
-    model: Any = load_model(save(NAME, tmp_path), dtype=torch.float32, pictures=PICTURES, load_format="dummy")
+    model: Any = load_model(
+        save(NAME, tmp_path), ModelOptions(dtype=torch.float32, pictures=PICTURES), FillOptions(load_format="dummy")
+    )
     side = PICTURES.token_side
     pixels = torch.randint(0, 256, (2 * side, 3 * side, 3), dtype=torch.uint8)
     assert 0.01 < float(model.tower([pixels]).std()) < 10

@@ -1,0 +1,79 @@
+"""What of a model is built, and in which form: chosen once from an engine's configuration, and passed whole."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from strandline.config_fields import DTYPES, Fields
+from strandline.model_config import ModelConfig
+from strandline.models.adapter_slots import AdapterSlots, SlotSizes
+from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.site import Site, matrices_without_memory
+from strandline.models.registry import builder_for
+from strandline.picture_config import PictureConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What of a model is built, and in which form."""
+
+    dtype: torch.dtype | None = None
+    """Dtype of weights and activations; None: the configuration's (``dtype_of``)."""
+    device: torch.device | str = "cpu"
+    shard: Shard = WHOLE
+    """What is built of a model that is divided among ranks."""
+    with_draft_layer: bool = False
+    """Whether the layer for multi-token prediction is built, too."""
+    pictures: PictureConfig | None = None
+    """How pictures are prepared for the vision tower, which is built, too; None: the model serves text."""
+    adapter_slots: SlotSizes | None = None
+    """Memory for adapters that requests name; None: none."""
+    kv_cache_dtype: str | None = None
+    """Dtype of keys and values, as specs name it; None: that of activations."""
+    keeps_quantized: bool = False
+    """Whether weights that are published quantised stay so where kernels take them; else all are dequantised."""
+    records_routing: bool = False
+    """Whether the model stores the experts that tokens are routed to."""
+
+    def dtype_of(self, config: ModelConfig) -> torch.dtype:
+        """Return the dtype in which a model is built."""
+        return published_dtype(config) if self.dtype is None else self.dtype
+
+
+AS_PUBLISHED: Final = ModelOptions()
+"""The whole model, which serves text on a CPU."""
+
+
+def published_dtype(config: ModelConfig) -> torch.dtype:
+    """Return the dtype that a configuration names, or bfloat16 where it has none.
+
+    Raises:
+        ConfigError: weights of that dtype are not supported.
+    """
+    named = config.dtype.removeprefix("torch.") if isinstance(config.dtype, str) else config.dtype
+    dtype: torch.dtype = getattr(torch, Fields({"dtype": named}).choice("dtype", DTYPES, default="bfloat16"))
+    return dtype
+
+
+def build_model(config: ModelConfig, options: ModelOptions) -> Any:
+    """Return a model whose parameters have no values yet; matrices have no memory where they may stay quantised.
+
+    Raises:
+        ConfigError: the architecture or a setting is not supported.
+    """
+    with matrices_without_memory() if options.keeps_quantized else nullcontext():
+        model: Any = builder_for(config)(config, Site(options.dtype_of(config), options.device, options.shard))
+        if options.with_draft_layer:
+            model.add_draft_layer()
+    if options.pictures is not None:
+        model.add_tower(options.pictures)
+    if options.adapter_slots is not None:
+        targets = dict(model.targets(frozenset()))
+        model.adapters = AdapterSlots(model.decoder, targets, options.adapter_slots, options.device)
+    if options.kv_cache_dtype is not None:
+        model.use_kv_cache_dtype(options.kv_cache_dtype)
+    if options.records_routing:
+        model.record_routing()
+    return model
