@@ -494,6 +494,6 @@ def _new_hand_over(config: EngineConfig, executor: Executor, scheduler: Schedule
 
 def _drafts_of(request: Request) -> SpeculationStats | None:
     """Return the counts of a request's drafts; None if it has not ended, or had none."""
-    if request.finish_reason is None or request.counted_drafts is None:
+    if request.finish_reason is None or request.drafts.counters is None:
         return None
-    return request.counted_drafts.stats()
+    return request.drafts.counters.stats()

@@ -108,8 +108,8 @@ def note_drafts(llm: LLM) -> Drafted:
     def noted(advanced: Sequence[Request], num_running: int) -> None:
         for request in advanced:
             _, seen = drafted.setdefault(request.request_id, (request, {}))
-            if request.drafts:
-                seen[len(request.prompt_ids) + len(request.output_ids)] = request.drafts
+            if request.drafts.drafted:
+                seen[len(request.prompt_ids) + len(request.output_ids)] = request.drafts.drafted
         look_up(advanced, num_running)
 
     drafts.look_up = noted  # type: ignore[method-assign]

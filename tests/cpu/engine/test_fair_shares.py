@@ -97,7 +97,7 @@ def test_service_of_waiting_tenants_differs_by_what_runs_at_most(sent: list[tupl
         engine.send(tenant, num_tokens, max_tokens=max_tokens)
     # The paper's bound: twice what all running requests can take.
     most = 2 * MAX_NUM_SEQS * (60 + 20)
-    while all(any(each.tenant == tenant for each in engine.scheduler.waiting) for tenant in "abc"):
+    while all(any(each.submission.tenant == tenant for each in engine.scheduler.waiting) for tenant in "abc"):
         engine.step()
         served = [engine.served[tenant] for tenant in "abc"]
         assert max(served) - min(served) <= most

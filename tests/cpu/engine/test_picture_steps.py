@@ -93,7 +93,7 @@ class Steps:
                 self._memory[row + index] = (picture.digest, index)
         for sequence in plan.sequences:
             request = self.requests[sequence.request_id]
-            spans = request.pictures
+            spans = request.submission.pictures
             wanted = {span.start + index: (span.digest, index) for span in spans for index in range(span.num_tokens)}
             found = {
                 position: self._memory[token_id - FIRST_VIRTUAL_ID]

@@ -492,7 +492,7 @@ def test_block_tables_follow_blocks_moved_for_later_cuts() -> None:
 def request_with_offer(name: str, prompt: list[int], position: int) -> Request:
     request = make_request(name, prompt)
     snapshots = (OfferedSnapshot(position, 99, SnapshotKind.PROMPT_END),)
-    request.offer = Offer("store", position, 0, tuple(range(1, 1 - (-position // 64))), snapshots)
+    request.loads.offer = Offer("store", position, 0, tuple(range(1, 1 - (-position // 64))), snapshots)
     return request
 
 
@@ -563,4 +563,4 @@ def test_a_load_without_room_waits_while_others_run() -> None:
     while scheduler.running:
         step(scheduler)
     assert scheduler.plan() is None
-    assert request.is_following
+    assert request.wait.is_following

@@ -91,7 +91,7 @@ def test_each_request_verifies_what_is_accepted_more_often(make: MakeLLM) -> Non
 
     def noted(request: Request, max_tokens: int) -> tuple[int, ...]:
         drafts = propose(request, max_tokens)
-        chosen[request.prompt_ids[0]].append(request.is_looked_up)
+        chosen[request.prompt_ids[0]].append(request.drafts.is_looked_up)
         return drafts
 
     drafter.propose = noted  # type: ignore[method-assign]

@@ -65,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiting.insert(len(before), request)
 
     def is_aside(self, request: Request) -> bool:
-        return request.lead is not None
+        return request.wait.lead is not None
 
     @initialize(cached=st.lists(st.integers(0, 3), max_size=6))
     def start(self, cached: list[int]) -> None:
@@ -110,7 +110,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert request is best
         self.evicted.discard(request)
         if follows:
-            request.lead = make_lead()
+            request.wait.lead = make_lead()
             self.queue.block(request)
             return
         self.queue.admit(request)
@@ -126,10 +126,10 @@ class QueueMachine(RuleBasedStateMachine):
         """End the wait of a blocked request."""
         aside = [request for request in self.waiting if self.is_aside(request)]
         request = aside[index % len(aside)]
-        assert request.lead is not None
-        request.lead.lease.is_active = False
+        assert request.wait.lead is not None
+        request.wait.lead.lease.is_active = False
         self.queue.requeue_unblocked()
-        request.lead = None
+        request.wait.lead = None
 
     @precondition(lambda self: any(self.cached[request] for request in self.waiting))
     @rule(index=st.integers(0, 20))
@@ -174,7 +174,7 @@ def test_blocking_repeatedly_leaves_no_stale_entries() -> None:
     for request in requests:
         queue.add(request)
     for request in requests[:15]:
-        request.lead = make_lead()
+        request.wait.lead = make_lead()
         queue.block(request)
     for _ in range(100):
         queue.requeue_unblocked()

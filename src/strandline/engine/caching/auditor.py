@@ -95,7 +95,8 @@ class Auditor:
         new = NewRequest(
             RequestId(AUDIT_PREFIX + request.request_id), tokens, COLD, 0, frozenset(), (), adapter=request.new.adapter
         )
-        submission = Submission(new, len(tokens) + 1, request.salt, pictures=request.pictures, pixels=request.pixels)
+        pictures = request.submission.pictures
+        submission = Submission(new, len(tokens) + 1, request.salt, pictures=pictures, pixels=request.pixels)
         return Request(submission, is_audit=True)
 
     def is_replay(self, request_id: RequestId) -> bool:

@@ -6,7 +6,8 @@ from typing import Final, Protocol
 from strandline.engine.drafting.draft_depth import DraftDepth
 from strandline.engine.drafting.earlier_answers import EarlierAnswers
 from strandline.engine.drafting.suffix_drafter import SuffixDrafter
-from strandline.engine.requests.request import Proposals, Request
+from strandline.engine.requests.request import Request
+from strandline.engine.requests.request_drafts import Proposals
 from strandline.records.pictures import is_virtual
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, decode
 from strandline.speculative_config import SpeculativeConfig
@@ -56,7 +57,7 @@ class DraftLayerDrafter:
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
         """Return the drafts after the request's last token."""
-        return request.drafts[:max_tokens]
+        return request.drafts.drafted[:max_tokens]
 
 
 class ChoosingDrafter:
@@ -73,8 +74,9 @@ class ChoosingDrafter:
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
         """Return the drafts after the request's last token, and note in it whether they were looked up."""
-        request.is_looked_up, proposals = self._choose(request, max_tokens)
-        return proposals.looked_up if request.is_looked_up else proposals.drafted
+        is_looked_up, proposals = self._choose(request, max_tokens)
+        request.drafts.is_looked_up = is_looked_up
+        return proposals.looked_up if is_looked_up else proposals.drafted
 
     def prefers_looked_up(self, request: Request, max_tokens: int) -> bool:
         """Whether a request should verify what was looked up, though the step under way verifies what was drafted."""
@@ -83,19 +85,20 @@ class ChoosingDrafter:
     def _choose(self, request: Request, max_tokens: int) -> tuple[bool, Proposals]:
         """Return what may follow the request's last token, and whether it should verify what was looked up."""
         looked_up = self.lookup.propose(request, max_tokens)
-        if request.draft_rates is None:
-            request.draft_rates = [*self._rates]
-        self._compare(request, request.draft_rates)
-        request.proposals = proposals = Proposals(len(request.tokens), request.drafts[:max_tokens], looked_up)
-        by_drafter, by_lookup = request.draft_rates
+        drafts = request.drafts
+        if drafts.rates is None:
+            drafts.rates = [*self._rates]
+        self._compare(request, drafts.rates)
+        drafts.proposals = proposals = Proposals(len(request.tokens), drafts.drafted[:max_tokens], looked_up)
+        by_drafter, by_lookup = drafts.rates
         most_drafted = _expected_tokens(by_drafter, len(proposals.drafted))
         return _expected_tokens(by_lookup, len(looked_up)) > most_drafted, proposals
 
     def _compare(self, request: Request, rates: list[float]) -> None:
         """Compare the last proposals with the tokens that have come since."""
-        if request.proposals is None:
+        if request.drafts.proposals is None:
             return
-        start, *proposals = request.proposals
+        start, *proposals = request.drafts.proposals
         most = max(map(len, proposals))
         found = decode(request.tokens.slice(start, min(start + most, len(request.tokens))))
         for index, proposed in enumerate(proposals):
@@ -104,7 +107,7 @@ class ChoosingDrafter:
                 self._rates[index] += FADING * ((draft == token) - self._rates[index])
                 if draft != token:
                     break
-        request.proposals = None
+        request.drafts.proposals = None
 
 
 def _expected_tokens(rate: float, num_drafts: int) -> float:

@@ -79,11 +79,11 @@ class Drafts:
         if drafter is None:
             return NO_DRAFTS
         if self._choosing is not None and self.is_suspended:
-            request.is_looked_up = False
-            return request.drafts[:most]
+            request.drafts.is_looked_up = False
+            return request.drafts.drafted[:most]
         drafts = drafter.propose(request, most)
         self._num_lookups += 1
-        self._num_found += len(drafts) > 0 if self._choosing is None else request.is_looked_up
+        self._num_found += len(drafts) > 0 if self._choosing is None else request.drafts.is_looked_up
         return drafts
 
     def begin_step(self, under_way: StepPlan | None) -> StepDrafts:
@@ -164,10 +164,11 @@ class Drafts:
 
     def count(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Count the verified and the accepted drafts of a request in a step."""
-        if request.counted_drafts is None:
-            request.counted_drafts = DraftCounters(self.limits.draft_tokens)
-        request.counted_drafts.count(num_drafted, num_accepted)
-        self._counters[self._methods[-1 if request.is_looked_up else 0]].count(num_drafted, num_accepted)
+        drafts = request.drafts
+        if drafts.counters is None:
+            drafts.counters = DraftCounters(self.limits.draft_tokens)
+        drafts.counters.count(num_drafted, num_accepted)
+        self._counters[self._methods[-1 if drafts.is_looked_up else 0]].count(num_drafted, num_accepted)
         if self.chooser is not None:
             self.chooser.count(num_drafted, num_accepted)
 

@@ -99,7 +99,7 @@ class StepDrafts:
         if self._propose is None:
             return NO_DRAFTS
         num_tokens = request.num_tokens
-        most = min(max(self._depth, len(request.drafts)), request.max_total - num_tokens - 1, budget - 1)
+        most = min(max(self._depth, len(request.drafts.drafted)), request.max_total - num_tokens - 1, budget - 1)
         if most < 1 or self._cache.is_cut_due(lease, num_tokens + most):
             return NO_DRAFTS
         drafts = self._propose(request, most)
@@ -113,8 +113,8 @@ class StepDrafts:
         next step is planned when all is settled.
         """
         before, start = self._unsettled.get(request.request_id), lease.computed
-        request.is_looked_up = False
-        drafts = request.drafts if before is None else (0,) * before.next_drafts
+        request.drafts.is_looked_up = False
+        drafts = request.drafts.drafted if before is None else (0,) * before.next_drafts
         most_tokens = request.num_tokens + (0 if before is None else before.num_drafts)
         if most_tokens >= request.max_total:
             return None

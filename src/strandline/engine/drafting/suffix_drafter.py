@@ -40,15 +40,16 @@ class SuffixDrafter:
 
     def propose(self, request: Request, max_tokens: int) -> tuple[int, ...]:
         """Return the likeliest tokens after the longest match; earlier answers come first where all else is equal."""
-        if request.suffixes is None:
-            request.suffixes = SuffixIndex(request.tokens)
+        suffixes = request.drafts.suffixes
+        if suffixes is None:
+            request.drafts.suffixes = suffixes = SuffixIndex(request.tokens)
         else:
-            request.suffixes.update()
+            suffixes.update()
         num_tokens = len(request.tokens)
         last = request.tokens.slice(max(num_tokens - self._max_match, 0), num_tokens)
         answers = self.answers.index_of(request.salt)
         found = NO_MATCH if answers is None else answers.find(last, max_tokens)
-        own = request.suffixes.find(last, max_tokens)
+        own = suffixes.find(last, max_tokens)
         num_match = max(found.num_tokens, own.num_tokens)
         most = int(min(max_tokens, self._max_factor * num_match, self._max_depth - num_match))
         if most < 1:

@@ -117,7 +117,7 @@ class HandOver:
 
     def add(self, request: Request) -> bool:
         """Take a request whose prefix another engine has, to queue it later; False: it is none."""
-        params = request.transfer
+        params = request.submission.transfer
         if params is None or not params.is_remote_prefill:
             return False
         self._pulls.begin(request, params)
@@ -133,7 +133,8 @@ class HandOver:
 
     def keep(self, request: Request) -> HandedOver | None:
         """Keep what a request has computed, if it has ended without an error and another engine is to continue it."""
-        is_wanted = request.transfer is not None and request.transfer.is_remote_decode
+        transfer = request.submission.transfer
+        is_wanted = transfer is not None and transfer.is_remote_decode
         if not is_wanted or request.finish_reason in (None, FinishReason.ERROR) or self._server is None:
             return None
         kept = self._source.keep(request.tokens, request.salt)

@@ -166,7 +166,7 @@ class PrefixPulls:
             return
         asked.first_address = first_address
         for request in asked.requests:
-            request.offer = offer
+            request.loads.offer = offer
         self._offered.append(asked)
         self._queue(asked)
 

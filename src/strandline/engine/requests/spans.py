@@ -47,10 +47,10 @@ def exact_end(request: Request, start: int, end: int) -> int:
 
 
 def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
-    num_prompt = request.num_prompt_tokens
+    prompt_ids, num_prompt = request.prompt_ids, request.num_prompt_tokens
     if end <= num_prompt:
-        return request.prompt_ids[start:end]
-    return (*request.prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])
+        return prompt_ids[start:end]
+    return (*prompt_ids[start:num_prompt], *request.output_ids[max(start - num_prompt, 0) : end - num_prompt])
 
 
 def sequence_plan(span: Span, grant: StepGrant) -> SequencePlan:

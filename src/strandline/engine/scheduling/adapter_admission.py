@@ -39,7 +39,7 @@ class AdapterAdmission:
         wanted = {request.new.adapter for request in held}
         self._overtaken = {adapter: count for adapter, count in self._overtaken.items() if adapter in wanted}
         for request in held:
-            request.is_held = not self._may_run(request.new.adapter)
+            request.wait.is_held = not self._may_run(request.new.adapter)
         self._waiting.requeue_unblocked()
 
     def try_hold(self, request: Request) -> bool:
@@ -47,7 +47,7 @@ class AdapterAdmission:
         if self._may_run(request.new.adapter):
             return False
         self._overtaken.setdefault(request.new.adapter, 0)
-        request.is_held = True
+        request.wait.is_held = True
         self._waiting.block(request)
         return True
 

@@ -23,23 +23,24 @@ class FairShares:
 
     def add(self, request: Request) -> None:
         """Count a new request of its tenant."""
-        tenant = request.tenant
+        tenant = request.submission.tenant
         if not self._num_requests[tenant]:
             self._served[tenant] = min(self._served.values(), default=0.0)
         self._num_requests[tenant] += 1
 
     def remove(self, request: Request) -> None:
         """Count a request that ends, with what it generated."""
-        tenant = request.tenant
+        tenant = request.submission.tenant
         self._num_requests[tenant] -= 1
         if self._num_requests[tenant]:
-            self._served[tenant] += len(request.output_ids) / request.weight
+            self._served[tenant] += len(request.output_ids) / request.submission.weight
         else:
             del self._num_requests[tenant], self._served[tenant]
 
     def serve(self, request: Request, num_tokens: int) -> None:
         """Count tokens of an admitted request's prompt."""
-        self._served[request.tenant] += num_tokens / request.weight
+        asked = request.submission
+        self._served[asked.tenant] += num_tokens / asked.weight
 
     def least_served(self, tenants: Iterable[str], running: Iterable[Request]) -> str:
         """Return the tenant with the least service, that of running requests included; of several, the first one."""
@@ -47,6 +48,7 @@ class FairShares:
         for tenant in served:
             served[tenant] = self._served[tenant]
         for request in running:
-            if request.tenant in served:
-                served[request.tenant] += len(request.output_ids) / request.weight
+            asked = request.submission
+            if asked.tenant in served:
+                served[asked.tenant] += len(request.output_ids) / asked.weight
         return min(served, key=served.__getitem__)

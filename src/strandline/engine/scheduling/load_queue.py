@@ -50,16 +50,17 @@ class LoadQueue:
         offer = self._offer(request)
         if offer is None:
             return LoadState.NOTHING
-        beyond = request.lead.position if request.lead else 0
+        wait = request.wait
+        beyond = wait.lead.position if wait.lead else 0
         shared = self.loads.find_shared(request.tokens, offer, request.salt, beyond=beyond)
         if shared is not None:
-            request.lead = shared
+            wait.lead = shared
             self._block(request)
             return LoadState.BEGUN
         lead = self.loads.begin(request.tokens, offer, request.salt, step_tokens=step_tokens)
         if lead is None:
             return LoadState.NO_ROOM
-        request.offer, request.lead = None, lead
+        request.loads.offer, wait.lead = None, lead
         request.loads.num_begun += 1
         self._block(request)
         return LoadState.BEGUN
@@ -75,9 +76,9 @@ class LoadQueue:
         cache = self._cache
         if not cache.is_enabled or request.params.prompt_logprobs is not None or request.loads.num_begun >= MAX_LOADS:
             return None
-        own, demoted = request.offer, self.loads.tier_offer(request.tokens, request.salt)
+        own, demoted = request.loads.offer, self.loads.tier_offer(request.tokens, request.salt)
         if own is not None and not self.loads.is_lacking(request.tokens, own, request.salt):
-            own = request.offer = None
+            own = request.loads.offer = None
         if own is None or (demoted is not None and demoted.position >= own.position):
             return demoted
         return own
@@ -88,8 +89,9 @@ class LoadQueue:
 
     def forget(self, request: Request) -> None:
         """Cancel the load of a request that has been removed from the queue, unless others wait for it."""
-        if request.lead is not None and request.lead.is_pending and not self._waiting.followers(request.lead.lease):
-            self.loads.cancel(request.lead)
+        lead = request.wait.lead
+        if lead is not None and lead.is_pending and not self._waiting.followers(lead.lease):
+            self.loads.cancel(lead)
 
     def complete(self, completions: Iterable[Completion]) -> None:
         """Take in transfers that have ended. Between steps only; a step may be in flight."""
@@ -99,8 +101,8 @@ class LoadQueue:
                 continue
             for request in self._waiting.followers(ended.lease):
                 request.loads.ended_s = SYSTEM_CLOCK()
-                if not ended.is_done and request.lead is not None:
-                    request.loads.failed_end = request.lead.position
+                if not ended.is_done and request.wait.lead is not None:
+                    request.loads.failed_end = request.wait.lead.position
                 # What was loaded is protected from eviction until the request is admitted.
                 self._cache.forget(request.request_id)
                 self._cache.expect(request.request_id, request.tokens, request.salt)

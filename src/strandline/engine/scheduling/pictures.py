@@ -113,9 +113,9 @@ class PictureSteps:
 
     def add(self, request: Request) -> None:
         """Note a new request."""
-        if request.pictures:
+        if request.submission.pictures:
             self._requests[request.request_id] = request
-            self._deltas[request.request_id] = rotary_delta(request.pictures)
+            self._deltas[request.request_id] = rotary_delta(request.submission.pictures)
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -142,14 +142,14 @@ class PictureSteps:
             self._encoded.pin(
                 span.digest
                 for request in self._requests.values()
-                if request.lease is not None and request.lease.computed < request.pictures[-1].end
-                for span in request.pictures
+                if request.lease is not None and request.lease.computed < request.submission.pictures[-1].end
+                for span in request.submission.pictures
                 if span.start < request.lease.computed < span.end
             )
 
     def limit(self, request: Request, start: int, end: int) -> int:
         """Return up to which token a step can compute a request; take the pictures that it needs."""
-        for span in request.pictures:
+        for span in request.submission.pictures:
             if span.start >= end + self._num_ahead:
                 break
             if span.end > start and not self._take(request, span):
@@ -167,7 +167,7 @@ class PictureSteps:
     def _note_missing(self, request: Request, start: int) -> None:
         """Note all pictures from a position on that are not here, so that the prompt waits for them together."""
         asked = self._asked.setdefault(request.request_id, set())
-        for span in request.pictures:
+        for span in request.submission.pictures:
             is_here = span.digest in request.pixels or span.digest in self._encoded
             if span.start >= start and not is_here and span.digest not in asked:
                 asked.add(span.digest)
@@ -184,7 +184,7 @@ class PictureSteps:
 
     def _completed(self, plan: SequencePlan) -> SequencePlan:
         start, end = plan.start, plan.end
-        spans = self._requests[plan.request_id].pictures
+        spans = self._requests[plan.request_id].submission.pictures
         if start > spans[-1].end:
             return plan._replace(rotary_delta=self._deltas[plan.request_id])
         before = [span for span in spans if span.end < start]

@@ -252,7 +252,7 @@ class Scheduler:
     def _prefill_end(self, request: Request, start: int, end: int, budget: int) -> int:
         """Return up to which of the tokens ``[start, end)`` a step computes a prompt; ``start``: it computes none."""
         end = start + self._long_prefills.allow(end - start, budget)
-        if request.pictures:
+        if request.submission.pictures:
             end = self.pictures.limit(request, start, end)
         return exact_end(request, start, end) if self._is_exact else end
 
@@ -334,15 +334,16 @@ class Scheduler:
         """
         if request.output_ids or request.params.prompt_logprobs is not None:
             return None
-        beyond = request.lead.position if request.lead else 0
+        last = request.wait.lead
+        beyond = last.position if last else 0
         lead = self.cache.find_leader(request.tokens, request.salt, beyond=beyond, grid_tokens=self._grid_tokens)
         leader = self._requests.get(lead.lease.request_id) if lead is not None else None
         return None if leader is not None and _priority(leader) > _priority(request) else lead
 
     def _try_follow(self, request: Request) -> bool:
         """Block a waiting request until a leader has computed their shared prefix. False when there is no leader."""
-        request.num_admissions_seen = self._num_admissions
-        request.lead = lead = self._find_leader(request)
+        request.wait.num_admissions_seen = self._num_admissions
+        request.wait.lead = lead = self._find_leader(request)
         if lead is None:
             return False
         self.cache.follow(lead)
@@ -353,7 +354,7 @@ class Scheduler:
         """Find leaders for the next waiting requests before those have computed past the shared prefix."""
         self.waiting.requeue_unblocked()
         for request in self.waiting.first(LOOK_AHEAD_REQUESTS):
-            if request.num_admissions_seen != self._num_admissions:
+            if request.wait.num_admissions_seen != self._num_admissions:
                 self._try_follow(request)
 
     def _admit(self, request: Request, budget: int) -> Lease | None:
@@ -362,12 +363,12 @@ class Scheduler:
             request.tokens,
             salt=request.salt,
             step_tokens=budget,
-            marks=request.marks,
+            marks=request.submission.marks,
             read=self._may_read(request),
             shared_end=request.num_prompt_tokens if self._is_exact else None,
             past_bin=request.interarrival_bin,
             is_counted=not request.is_audit,
-            load_failed_end=max(request.loads.failed_end, request.offer.position if request.offer else 0),
+            load_failed_end=request.loads.lacking_end,
         )
         if lease is None:
             return None
@@ -378,7 +379,7 @@ class Scheduler:
         request.lease = lease
         request.status = Status.RUNNING
         if request.account is None:
-            request.account = lease.account._replace(num_remembered=request.num_remembered)
+            request.account = lease.account._replace(num_remembered=request.submission.num_remembered)
         insort_right(self.running, request, key=_priority)
         self._num_admissions += 1
         self._shares.serve(request, request.num_tokens - lease.computed)
@@ -401,15 +402,15 @@ class Scheduler:
         last, planned = self._planned[-1]
         if last is not plan or len(self._planned) > 1:
             raise EngineError("a step was advanced out of order")
-        cache_commit = self.cache.commit
+        cache_commit, has_layer = self.cache.commit, self.drafts.has_layer
         for request, sequence in zip(planned, plan.sequences, strict=True):
             lease = request.lease
             if lease is None:
                 # It ended while the step was in flight; the device has not changed its state.
                 continue
-            if sequence.is_sampled:
+            if has_layer and sequence.is_sampled:
                 # They are after a token that is no longer the last.
-                request.drafts = NO_DRAFTS
+                request.drafts.drafted = NO_DRAFTS
             if sequence.num_drafts or (sequence.pending and sequence.log and sequence.is_prefill):
                 # One token is computed, and one sampled, whichever drafts agree, and did in the step before.
                 cache_commit(lease, lease.computed + 1)
@@ -438,6 +439,7 @@ class Scheduler:
         if first is not plan:
             raise EngineError("a step was settled out of order")
         advanced, has_finished, under_way = list[Request](), False, self._planned[-1][1] if self._planned else []
+        has_layer = self.drafts.has_layer
         for index, (request, sampled) in enumerate(zip(planned, result.token_ids, strict=True)):
             if not sampled or request.status is Status.FINISHED:
                 continue
@@ -454,7 +456,8 @@ class Scheduler:
                 self._host_tokens.update(request, result.is_bound[index])
             advanced.append(request)
             has_finished |= request.finish_reason is not None
-            request.drafts = result.drafts.get(index, NO_DRAFTS)
+            if has_layer:
+                request.drafts.drafted = result.drafts.get(index, NO_DRAFTS)
             if sequence.num_drafts:
                 num_accepted = len(sampled) - 1
                 request.num_tokens += num_accepted
@@ -462,7 +465,7 @@ class Scheduler:
                 if num_accepted and request.lease is not None:
                     # The log holds them.
                     self.cache.commit(request.lease, request.lease.computed + num_accepted, 0)
-            if request.comes_back and request.params.stop_strings:
+            if request.submission.comes_back and request.params.stop_strings:
                 num_stop_tokens = result.num_stop_tokens.get(index, 0)
                 note_stop_tokens(self.cache, request, num_stop_tokens, stop_string, under_way)
         if has_finished:

@@ -35,7 +35,7 @@ HitTokens = Callable[[Request], int]
 
 
 def _line_of(request: Request) -> LineName:
-    return request.params.priority, request.tenant
+    return request.params.priority, request.submission.tenant
 
 
 class _Line:
@@ -59,13 +59,13 @@ class _Line:
         return self._requests[self.numbers[0]]
 
     def add(self, request: Request) -> None:
-        number = request.queue_number
+        number = request.wait.queue_number
         insort(self.numbers, number)
         self._requests[number] = request
         self._unranked[number] = None
 
     def remove(self, request: Request) -> None:
-        number = request.queue_number
+        number = request.wait.queue_number
         del self.numbers[bisect_left(self.numbers, number)]
         del self._requests[number]
         if self._ranks.pop(number, None) is None:
@@ -157,7 +157,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request, queued or blocked."""
-        number = request.queue_number
+        number = request.wait.queue_number
         del self._requests[number]
         if self._blocked.pop(number, None) is None:
             self._dequeue(request)
@@ -176,26 +176,27 @@ class WaitingQueue:
     def block(self, request: Request) -> None:
         """Block a queued request until its leader has computed their shared prefix or has ended, and it is not held."""
         self._dequeue(request)
-        self._blocked[request.queue_number] = request
+        self._blocked[request.wait.queue_number] = request
 
     def followers(self, lease: Lease) -> list[Request]:
         """Return the requests that are blocked on a leader."""
-        return [request for request in self._blocked.values() if request.lead and request.lead.lease is lease]
+        leads = ((request, request.wait.lead) for request in self._blocked.values())
+        return [request for request, lead in leads if lead and lead.lease is lease]
 
     @property
     def held(self) -> list[Request]:
         """Requests that wait for a slot, in order."""
-        return [self._blocked[number] for number in sorted(self._blocked) if self._blocked[number].is_held]
+        return [self._blocked[number] for number in sorted(self._blocked) if self._blocked[number].wait.is_held]
 
     def requeue_unblocked(self) -> None:
         """Requeue requests that are not held, whose leader has computed their shared prefix or has ended."""
-        free = [request for request in self._blocked.values() if not (request.is_held or request.is_following)]
+        free = [request for request in self._blocked.values() if not request.wait.is_blocked]
         for request in free:
-            del self._blocked[request.queue_number]
+            del self._blocked[request.wait.queue_number]
             self._enqueue(request)
 
     def _enter(self, request: Request, number: QueueNumber) -> None:
-        request.queue_number = number
+        request.wait.queue_number = number
         self._requests[number] = request
         self._enqueue(request)
 
