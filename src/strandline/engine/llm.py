@@ -3,10 +3,10 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, starmap
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 from uuid import uuid4
@@ -18,45 +18,27 @@ from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
 from strandline.engine.interrupts import uninterrupted
 from strandline.engine.loading import load_engine
+from strandline.engine.offline_prompts import ParsedPrompt, Prompt, PromptReader, as_list
 from strandline.engine.shared_engine import Inbox, SharedEngine
 from strandline.errors import ConfigError, RequestError
-from strandline.pictures.loader import RefusedPictures, new_loader
+from strandline.pictures.loader import new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
 from strandline.records.cache_questions import CacheQuestion
 from strandline.records.control import MEMORIES, Action, Memory, PrepareWeights, ResetCache, Sleep, UseWeights, WakeUp
 from strandline.records.outputs import RequestOutput
-from strandline.records.pictures import Picture, PlacedPicture, place_pictures, with_virtual_ids
+from strandline.records.pictures import Picture
 from strandline.records.sampling_params import SamplingParams
 from strandline.text.cache_report import answer_data
 from strandline.text.conversations import ChatRenderer
 from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.picture_placeholders import PicturePlaceholders
-from strandline.text.prompts import check_text, encode_text
-from strandline.text.remembered_answers import Recollection
+from strandline.text.prompts import check_text
 
 LOGGER: Final = logging.getLogger("strandline.engine")
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 MakeBar = Callable[..., contextlib.AbstractContextManager["tqdm[Any]"]]
-
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "marks", "recollection", "multi_modal_data", "pictures")
-
-
-@dataclass(frozen=True, slots=True)
-class _ParsedPrompt:
-    token_ids: list[int]
-    text: str | None
-    salt: str
-    marks: tuple[int, ...] = ()
-    recollection: Recollection | None = None
-    pictures: tuple[PlacedPicture, ...] = ()
-
-    @property
-    def cached_ids(self) -> list[int]:
-        """The prompt as the cache names it."""
-        return with_virtual_ids(self.token_ids, [span for span, _ in self.pictures])
 
 
 class LLM:
@@ -90,6 +72,7 @@ class LLM:
             )
         self._default_params = SamplingParams(**default_sampling_params(find_model(model)))
         self._pictures = new_loader(self.config, find_model(model))
+        self._prompts = PromptReader(self.get_tokenizer, self._pictures)
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
         self._epoch = ""
@@ -157,9 +140,11 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter cannot be served; none is run.
         """
+        self._shared.require_own_process()
+        given = [(prompt, self._prompts.load_pictures(prompt)) for prompt in as_list(prompts)]
         with contextlib.ExitStack() as stack:
             with self._shared.exclusively():
-                parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
+                parsed = list(starmap(self._prompts.read, given))
                 loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(parsed)
                 if len(loras) != len(parsed):
                     raise RequestError(f"{len(parsed)} prompts came with {len(loras)} LoRA requests")
@@ -224,9 +209,11 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
+        self._shared.require_own_process()
+        pictures = self._prompts.load_pictures(prompt)
         with contextlib.ExitStack() as stack:
             with self._shared.exclusively():
-                parsed = self._with_lora(self._parse(prompt), None)
+                parsed = self._with_lora(self._prompts.read(prompt, pictures), None)
                 [params] = self._check_params(1, sampling_params)
                 request = self.engine.frontend.check(parsed.token_ids, params, parsed.pictures)
                 inbox: Inbox = {}
@@ -262,10 +249,17 @@ class LLM:
         if not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt must be a string, got {cache_salt!r:.100}")
         check_text(cache_salt)
+        self._shared.require_own_process()
+        pictures: list[Picture] = []
+        if self._pictures is not None:
+            placeholders = PicturePlaceholders()
+            messages = placeholders.insert(messages, "messages")
+            pictures = self._pictures.load(placeholders.references)
         with self._shared.exclusively():
             return self._rendered(
                 messages,
                 chat_template,
+                pictures=pictures,
                 salt=cache_salt,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools or (),
@@ -284,12 +278,7 @@ class LLM:
                 pictures=None if self._pictures is None else self._pictures.config,
             ),
         )
-        pictures: list[Picture] = []
-        if self._pictures is not None:
-            placeholders = PicturePlaceholders()
-            messages = placeholders.insert(messages, "messages")
-            pictures = self._pictures.load(placeholders.references)
-        chat = renderer.render(messages, salt=salt, pictures=pictures, **options)
+        chat = renderer.render(messages, salt=salt, **options)
         prompt = {"prompt": chat.text, "prompt_token_ids": chat.token_ids, "marks": chat.marks}
         if chat.pictures:
             prompt["pictures"] = chat.pictures
@@ -306,11 +295,12 @@ class LLM:
         Raises:
             RequestError: the prompt could not be served.
         """
+        self._shared.require_own_process()
+        pictures = self._prompts.load_pictures(prompt)
         with self._shared.exclusively():
-            return self._explained(prompt)
+            return self._explained(self._with_lora(self._prompts.read(prompt, pictures), None))
 
-    def _explained(self, prompt: Prompt) -> dict[str, Any]:
-        parsed = self._with_lora(self._parse(prompt), None)
+    def _explained(self, parsed: ParsedPrompt) -> dict[str, Any]:
         frontend = self.engine.frontend
         frontend.check(parsed.token_ids, frontend.check_params(SamplingParams()), parsed.pictures)
         frontend.picture_names.note(parsed.pictures)
@@ -376,51 +366,7 @@ class LLM:
 
     # Parts
 
-    def _parse(self, prompt: Prompt) -> _ParsedPrompt:
-        if isinstance(prompt, str):
-            return _ParsedPrompt(encode_text(self.get_tokenizer(), prompt), prompt, "")
-        if not isinstance(prompt, Mapping):
-            return _ParsedPrompt(_items(prompt), None, "")
-        unknown = [key for key in prompt if key not in PROMPT_KEYS]
-        if unknown:
-            raise RequestError(f"unknown prompt field {unknown[0]!r}; known are {', '.join(PROMPT_KEYS)}")
-        text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
-        if text is None and token_ids is None:
-            raise RequestError("a prompt needs 'prompt' or 'prompt_token_ids'")
-        if not isinstance(salt, str):
-            raise RequestError(f"cache_salt must be a string, got {salt!r}")
-        if token_ids is None:
-            token_ids = encode_text(self.get_tokenizer(), text)
-        marks = prompt.get("marks") or ()
-        if not all(type(mark) is int and mark > 0 for mark in marks):
-            raise RequestError(f"marks must be token positions above 0, got {marks!r}")
-        recollection = prompt.get("recollection")
-        if not isinstance(recollection, Recollection | None):
-            raise RequestError(f"recollection must be what LLM.render returned, got {recollection!r:.100}")
-        pictures, data = prompt.get("pictures", ()), prompt.get("multi_modal_data")
-        if data:
-            token_ids, pictures = self._with_pictures(list(token_ids), data)
-        return _ParsedPrompt(list(token_ids), text, salt, tuple(marks), recollection, tuple(pictures))
-
-    def _with_pictures(self, token_ids: list[int], data: Any) -> tuple[list[int], list[PlacedPicture]]:
-        """Return a prompt with as many tokens for each picture as it has, and where its pictures are."""
-        if not isinstance(data, Mapping) or set(data) != {"image"}:
-            raise RequestError(f"multi_modal_data must be {{'image': …}}, got {data!r:.100}")
-        if self._pictures is None:
-            raise RequestError("this model reads text only")
-        if isinstance(self._pictures, RefusedPictures):
-            raise RequestError(self._pictures.reason)
-        images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
-        config = self._pictures.config
-        num_found = token_ids.count(config.image_token_id)
-        if num_found != len(images):
-            raise RequestError(
-                f"the prompt has {num_found} tokens that stand for pictures ({config.image_token_id}), and "
-                f"multi_modal_data has {len(images)} pictures"
-            )
-        return place_pictures(token_ids, config.image_token_id, self._pictures.load(images), config.token_side)
-
-    def _with_lora(self, prompt: _ParsedPrompt, request: LoRARequest | None) -> _ParsedPrompt:
+    def _with_lora(self, prompt: ParsedPrompt, request: LoRARequest | None) -> ParsedPrompt:
         """Return a prompt that an adapter computes, which is read if it is new."""
         if request is not None and request not in self._loras:
             self._loras[request] = self.engine.core.adapters.load(request.lora_name, request.lora_path)
@@ -443,7 +389,7 @@ class LLM:
             raise RequestError(f"{num_prompts} prompts came with {len(params)} sampling parameters")
         return [check(each) for each in params]
 
-    def _add(self, prompt: _ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack, inbox: Inbox) -> str:
+    def _add(self, prompt: ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack, inbox: Inbox) -> str:
         """Add a request of a call. It is aborted when the stack unwinds before it has finished."""
         name = str(next(self._names))
         self._shared.add(
@@ -481,20 +427,3 @@ def _close(core: EngineCore, process: int) -> None:
         LOGGER.info("interrupted; the remaining entries were not written")
     finally:
         core.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    items = _items(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    return items
-
-
-def _items(prompt: Any) -> list[Any]:
-    """Return the token ids of a prompt, or the prompts of a list."""
-    if not isinstance(prompt, Iterable):
-        raise RequestError(f"a prompt must be a string, a list of token ids or a mapping, got {prompt!r:.100}")
-    return list(prompt)

@@ -33,6 +33,14 @@ class SharedEngine:
         self._ended: list[str] = []
         """Requests to be ended at the end of a use: garbage collection may close a stream at any moment of one."""
 
+    def require_own_process(self) -> None:
+        """Raise an EngineError if this process was forked from the engine's."""
+        if self.process != os.getpid():
+            raise EngineError(
+                f"this LLM was made in process {self.process}, from which process {os.getpid()} was forked: neither "
+                "its threads nor the device are here; make an LLM in each process, and start them with 'spawn'"
+            )
+
     @contextmanager
     def exclusively(self) -> Iterator[None]:
         """Use the engine in one thread at a time.
@@ -40,11 +48,7 @@ class SharedEngine:
         Raises:
             EngineError: this process was forked from the engine's.
         """
-        if self.process != os.getpid():
-            raise EngineError(
-                f"this LLM was made in process {self.process}, from which process {os.getpid()} was forked: neither "
-                "its threads nor the device are here; make an LLM in each process, and start them with 'spawn'"
-            )
+        self.require_own_process()
         with self._lock:
             was_used = self._is_used
             try:

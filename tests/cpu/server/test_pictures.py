@@ -5,8 +5,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Event, Thread
+from typing import Any, Self
 
 import anthropic
 import openai
@@ -19,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from strandline import LLM, SamplingParams
 from strandline.errors import RequestError
+from strandline.pictures import fetching
 from tests.cpu.pictures.files import encoded, noise, png_of_size
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, running_server
 from tests.cpu.server.vision_model import END, PAD, PREPROCESSOR, START, data_url, save_vision_model
@@ -50,7 +53,42 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
-    return LLM(str(model), memory="16MiB", device="cpu", limit_mm_per_prompt={"image": 3})
+    options = {"limit_mm_per_prompt": {"image": 3}, "allowed_media_domains": ["127.0.0.1"]}
+    return LLM(str(model), memory="16MiB", device="cpu", **options)
+
+
+class LateSite(ThreadingHTTPServer):
+    """Serves a picture once ``may_answer`` is set; requests wait until then."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), LateHandler)
+        self.is_asked, self.may_answer = Event(), Event()
+        self.url = f"http://127.0.0.1:{self.server_port}/cat.png"
+
+    def __enter__(self) -> Self:
+        self._thread = Thread(target=self.serve_forever, args=[0.01])
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.may_answer.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class LateHandler(BaseHTTPRequestHandler):
+    server: LateSite
+
+    def do_GET(self) -> None:
+        self.server.is_asked.set()
+        self.server.may_answer.wait()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(encoded(CAT))
+
+    def log_message(self, *_: object) -> None:
+        """Write no log."""
 
 
 def picture(image: Any = CAT, **more: Any) -> Json:
@@ -393,6 +431,21 @@ def test_offline_answers_equal_transformers(model: Path, llm: LLM) -> None:
         logits = oracle(input_ids=token_ids, mm_token_type_ids=kinds, **given).logits[0]
     num_prompt = len(output.prompt_token_ids)
     assert logits[num_prompt - 1 : -1].argmax(-1).tolist() == list(output.outputs[0].token_ids)
+
+
+def test_other_threads_generate_while_a_picture_is_fetched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("CONNECT_S", "FETCH_S"):
+        monkeypatch.setattr(fetching, limit, TIMEOUT_S)
+    params = SamplingParams(max_tokens=2)
+    with ThreadPoolExecutor(2) as pool, LateSite() as site:
+        content = question("What?", {"type": "image_url", "image_url": {"url": site.url}})
+        rendering = pool.submit(llm.render, [content])
+        assert site.is_asked.wait(TIMEOUT_S)
+        generating = pool.submit(llm.generate, "Hello", params, use_tqdm=False)
+        assert generating.result(TIMEOUT_S / 4)[0].finished
+        assert not rendering.done()
+        site.may_answer.set()
+        assert rendering.result(TIMEOUT_S) == llm.render([question("What?", picture())])
 
 
 @settings(max_examples=max(settings().max_examples // 4, 5))
