@@ -31,6 +31,7 @@ VOCABULARY = frozenset(
         "picture_config",
         "lora_config",
         "log_format",
+        "flag_actions",
         "foreign_flags",
         "weight_transfer_config",
         "file_tiers",

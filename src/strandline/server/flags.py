@@ -4,15 +4,9 @@ import argparse
 import json
 from typing import Any
 
+from strandline.flag_actions import Extend
 from strandline.log_format import LOG_FORMATS
 from strandline.server.requests.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
-
-
-class Extend(argparse.Action):
-    """Adds values to those of the same flag before; argparse's own needs a list as the default."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values])
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
