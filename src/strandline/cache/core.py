@@ -18,6 +18,7 @@ to say. A model that keeps no states has no slots but the null slot.
 
 from dataclasses import replace
 
+from strandline.cache.admission_terms import FIRST_ADMISSION, AdmissionTerms
 from strandline.cache.announcements import Announces
 from strandline.cache.below import Below
 from strandline.cache.counters import CacheCounters
@@ -161,12 +162,7 @@ class PrefixCache:
         *,
         salt: str = "",
         step_tokens: int = 1,
-        read: bool = True,
-        marks: tuple[int, ...] = (),
-        shared_end: int | None = None,
-        past_bin: int | None = None,
-        is_counted: bool = True,
-        load_failed_end: int = 0,
+        terms: AdmissionTerms = FIRST_ADMISSION,
     ) -> Lease | None:
         """Grant a lease: the cached blocks of the prompt, a slot and a log. It starts where the prompt resumes.
 
@@ -177,12 +173,6 @@ class PrefixCache:
         Args:
             tokens: all tokens known so far. The lease keeps the buffer and sees tokens appended later.
             step_tokens: tokens of the request's first step, which need room beyond what is cached.
-            read: when False, the request computes everything; it may still leave snapshots.
-            marks: positions up to which other prompts are likely to share this one.
-            shared_end: publish blocks up to this position only, and emit no cuts from there on; None: everywhere.
-            past_bin: ``Lease.interarrival_bin`` before the request was preempted; None: it was not.
-            is_counted: when False, the admission changes neither the counters nor the reuse history.
-            load_failed_end: the tokens before it that miss were to be loaded, in vain (``LOAD_FAILED``).
 
         Returns:
             The lease, or None when memory does not suffice; then nothing has changed.
@@ -190,12 +180,12 @@ class PrefixCache:
         if request_id in self._leases:
             raise CacheInvariantError(f"request {request_id} has a lease already")
         root = self._index.root(salt)
-        is_asked = read and self.is_enabled
+        is_asked = terms.may_read and self.is_enabled
         match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
         upper = self._index.split_at(match.end)
         account = self._reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
-        account = account.blaming(Reason.LOAD_FAILED, load_failed_end)
-        if not is_counted:
+        account = account.blaming(Reason.LOAD_FAILED, terms.load_failed_end)
+        if not terms.is_counted:
             account = UNCOUNTED
         if not self._try_pin(upper, match, tokens, step_tokens):
             if not match.position or self._leases:
@@ -207,19 +197,19 @@ class PrefixCache:
                 return None
         lease = Lease(request_id, tokens, salt, root, upper, account)
         lease.log = self._logs.grant()
-        if shared_end is not None:
-            lease.shared_end = shared_end
+        if terms.shared_end is not None:
+            lease.shared_end = terms.shared_end
         self._leases[request_id] = lease
         self.forget(request_id)
-        if past_bin is not None:
-            lease.interarrival_bin = past_bin
+        if terms.past_bin is not None:
+            lease.interarrival_bin = terms.past_bin
         elif is_asked:
             self._reuse.count_admission()
             lease.interarrival_bin = self._reuse.record_return(salt, tokens.data)
         self._fill_lease(lease, match)
         if self.is_enabled:
-            self._plan_snapshots(lease, match.end.kv_tokens, marks)
-        if is_counted:
+            self._plan_snapshots(lease, match.end.kv_tokens, terms.marks)
+        if terms.is_counted:
             self._counters.count(account)
         return lease
 

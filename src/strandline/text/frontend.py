@@ -70,7 +70,6 @@ class Frontend:
         grammars: grammars for the same tokenizer; created by default.
         answers: remembers the outputs of requests with a recollection; None: nothing does.
         seed: seed for requests without one.
-        thinking_end: see ``end_thinking_with``.
         has_priorities: the core schedules requests by their priorities.
     """
 
@@ -83,7 +82,6 @@ class Frontend:
         grammars: Grammars | None = None,
         answers: RememberedAnswers | None = None,
         seed: int = 0,
-        thinking_end: str | None = None,
         has_priorities: bool = False,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -100,8 +98,6 @@ class Frontend:
         self._has_priorities = has_priorities
         self._clock = clock
         self._thinking_end_ids: tuple[int, ...] = ()
-        if thinking_end is not None:
-            self.end_thinking_with(thinking_end)
 
     def end_thinking_with(self, text: str) -> None:
         """Set the text that ends reasoning at its budget. Without it, requests with such a budget are refused."""

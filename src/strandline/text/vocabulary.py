@@ -74,7 +74,7 @@ def load_vocabulary(config: EngineConfig) -> Vocabulary:
 def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) -> Frontend:
     """Build the text part for a core with these limits."""
     tokenizer, max_bytes = vocabulary.tokenizer, config.remembered_bytes
-    return Frontend(
+    frontend = Frontend(
         limits,
         tokenizer=tokenizer,
         eos_ids=vocabulary.eos_ids,
@@ -82,8 +82,10 @@ def load_frontend(config: EngineConfig, limits: Limits, vocabulary: Vocabulary) 
         answers=RememberedAnswers(tokenizer, max_bytes) if tokenizer is not None else None,
         seed=config.seed,
         has_priorities=config.scheduling_policy == "priority",
-        thinking_end=None if config.reasoning is None else config.reasoning.reasoning_end_str,
     )
+    if config.reasoning is not None:
+        frontend.end_thinking_with(config.reasoning.reasoning_end_str)
+    return frontend
 
 
 def load_tokenizer(name: str) -> Any:

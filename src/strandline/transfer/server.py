@@ -51,8 +51,7 @@ class PullServer:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        address: tuple[str, int],
         hello: Hello,
         calls: EngineCalls,
         source: Source[Hold],
@@ -64,6 +63,7 @@ class PullServer:
     ) -> None:
         """
         Args:
+            address: host and port to listen on; 0: any free port.
             patience_s: how long an engine may take to answer an offer: its request may be queued.
         """
         self._hello, self._calls, self._spec, self._mover = hello, calls, spec, mover
@@ -71,8 +71,9 @@ class PullServer:
         """Counters of the peers' pulls."""
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._serve_one: Callable[[Connection], None] = lambda connection: self._serve(connection, source)
+        host, port = address
         try:
-            self._listener = socket.create_server((host, port), family=_family(host))
+            self._listener = socket.create_server(address, family=_family(host))
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{FLAG}: cannot listen on kv_ip {host}, kv_port {port}: {error}") from error
         self.host: str = host

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from strandline.cache import Lead, Lease, LogUse, Placement, PrefixCache, StepGrant
+from strandline.cache.admission_terms import AdmissionTerms
 from strandline.cache.announcing.announcer import Announcer
 from strandline.cache.eviction import EvictionOrder
 from strandline.cache.holds import Holds
@@ -75,7 +76,9 @@ class Driver:
         self, tokens: Iterable[int], request_id: str = "", *, salt: str = "", step_tokens: int = 1, read: bool = True
     ) -> Lease | None:
         name = RequestId(request_id or self.lease_name())
-        lease = self.cache.admit(name, TokenBuffer(tokens), salt=salt, step_tokens=step_tokens, read=read)
+        lease = self.cache.admit(
+            name, TokenBuffer(tokens), salt=salt, step_tokens=step_tokens, terms=AdmissionTerms(may_read=read)
+        )
         check(self.cache)
         return lease
 

@@ -49,7 +49,7 @@ def main() -> None:
     calls, arena = EngineCalls(), Arena(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     mover = NixlMover(token_hex(8), arena.region, ["UCX"])
     hello = Hello("producer", LAYOUT)
-    server = PullServer("127.0.0.1", 0, hello, calls, arena, SPEC, mover, timeout_s=LONG_S, patience_s=0)
+    server = PullServer(("127.0.0.1", 0), hello, calls, arena, SPEC, mover, timeout_s=LONG_S, patience_s=0)
     Thread(target=_run, args=[calls], daemon=True).start()
     sys.stdout.write(f"port {server.port}\n")
     sys.stdout.flush()

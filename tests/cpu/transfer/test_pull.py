@@ -132,7 +132,7 @@ def make_server(calls: EngineCalls) -> Iterator[MakeServer]:
         mover: SocketMover | None = None,
     ) -> PullServer:
         hello, mover = Hello("producer", layout), mover or SocketMover()
-        server = PullServer("127.0.0.1", 0, hello, calls, memory, SPEC, mover, timeout_s=timeout_s, patience_s=0)
+        server = PullServer(("127.0.0.1", 0), hello, calls, memory, SPEC, mover, timeout_s=timeout_s, patience_s=0)
         servers.append(server)
         return servers[-1]
 

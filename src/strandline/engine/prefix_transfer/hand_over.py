@@ -82,8 +82,7 @@ class HandOver:
         self._server: PullServer | None = None
         if config.is_producer:
             self._server = PullServer(
-                config.kv_ip,
-                config.kv_port,
+                (config.kv_ip, config.kv_port),
                 hello,
                 self.calls,
                 self._source,

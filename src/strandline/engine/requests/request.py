@@ -70,8 +70,8 @@ class RequestLoads:
 class Request:
     """One sequence, changed by the scheduler alone. With ``n > 1`` each output is a request of its own.
 
-    What was asked is in ``submission`` and does not change. Records hold what only some parts of the engine need: the
-    queue (``wait``), stores (``loads``) and drafting (``drafts``). The rest is read in most steps.
+    What was asked is in ``submission``; what may change of it, such as the salt, is copied. Records hold what only some
+    parts of the engine need: the queue (``wait``), stores (``loads``) and drafting (``drafts``).
     """
 
     __slots__ = (
@@ -126,7 +126,6 @@ class Request:
         """Tokens of the output that the last step brought."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-
         self.pixels = submission.pixels
         """Its pictures, by digest; those that the engine asked for are added as they come."""
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from strandline.cache import Lead, Lease, PrefixCache
+from strandline.cache.admission_terms import AdmissionTerms
 from strandline.cache.tiers import Loads
 from strandline.engine.drafting.drafts import Drafts
 from strandline.engine.drafting.step_drafts import StepDrafts
@@ -358,18 +359,15 @@ class Scheduler:
                 self._try_follow(request)
 
     def _admit(self, request: Request, budget: int) -> Lease | None:
-        lease = self.cache.admit(
-            request.request_id,
-            request.tokens,
-            salt=request.salt,
-            step_tokens=budget,
+        terms = AdmissionTerms(
+            may_read=self._may_read(request),
             marks=request.submission.marks,
-            read=self._may_read(request),
             shared_end=request.num_prompt_tokens if self._is_exact else None,
             past_bin=request.interarrival_bin,
             is_counted=not request.is_audit,
             load_failed_end=request.loads.lacking_end,
         )
+        lease = self.cache.admit(request.request_id, request.tokens, salt=request.salt, step_tokens=budget, terms=terms)
         if lease is None:
             return None
         request.interarrival_bin = lease.interarrival_bin

@@ -2,6 +2,7 @@
 
 import pytest
 
+from strandline.cache.admission_terms import AdmissionTerms
 from strandline.cache.inspection.explanation import explain_admission, explain_lookup, explain_prompt, tier_tokens
 from strandline.cache.inspection.lookups import Lookup
 from strandline.cache.inspection.published import published_snapshots
@@ -88,7 +89,9 @@ def test_advised_mark_would_have_helped() -> None:
     advised = only_advice(explain(served(Driver()), prompt(100) + prompt(40, 5000)))
     assert (advised.help, advised.position, advised.num_tokens) == (Help.MARK, 100, 100)
     driver = Driver()
-    lease = driver.cache.admit(RequestId("marked"), TokenBuffer(prompt(150)), marks=(advised.position,))
+    lease = driver.cache.admit(
+        RequestId("marked"), TokenBuffer(prompt(150)), terms=AdmissionTerms(marks=(advised.position,))
+    )
     assert lease is not None
     driver.prefill(lease)
     assert driver.lookup(prompt(100) + prompt(40, 5000)).hit == advised.num_tokens

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from strandline.cache.admission_terms import AdmissionTerms
 from strandline.cache.placement import Admission, Placement
 from strandline.cache.policy import placement
 from strandline.cache.policy.placements import Align, Auto, EveryBoundary, NoSnapshots, ladder, probe
@@ -109,7 +110,7 @@ def test_second_prompt_hits_the_ladder_and_third_the_whole_prefix() -> None:
 
 def test_marked_prefix_is_hit_by_the_second_prompt() -> None:
     driver = Driver()
-    lease = driver.cache.admit(RequestId("a"), TokenBuffer(prompt(200)), marks=(77, 130))
+    lease = driver.cache.admit(RequestId("a"), TokenBuffer(prompt(200)), terms=AdmissionTerms(marks=(77, 130)))
     assert lease is not None
     driver.prefill(lease)
     driver.release(lease)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from strandline.cache.admission_terms import AdmissionTerms
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AtTokens
 from strandline.errors import CacheInvariantError
@@ -85,7 +86,7 @@ def test_failed_loads_leave_nothing_behind() -> None:
 def test_tokens_of_failed_loads_are_missed_for_that_reason() -> None:
     driver = Driver()
     driver.serve(PROMPT[:100])
-    lease = driver.cache.admit(driver.lease_name(), TokenBuffer(PROMPT), load_failed_end=390)
+    lease = driver.cache.admit(driver.lease_name(), TokenBuffer(PROMPT), terms=AdmissionTerms(load_failed_end=390))
     assert lease is not None
     assert lease.account.misses == (Miss(Reason.LOAD_FAILED, 100, 390), Miss(Reason.DIVERGED, 390, 400))
     assert driver.cache.stats().missed_tokens[Reason.LOAD_FAILED] == 290
