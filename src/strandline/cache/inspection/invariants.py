@@ -286,7 +286,7 @@ def _check_tree(loads: Loads) -> None:
     """Check that the tree has what tiers have and what moves pin, and nothing else that the device has not."""
     tiers, ends = loads.tiers, chain.from_iterable((move.source, move.target) for move in loads.moves)
     pins = Counter(id(end.pinned) for end in ends if isinstance(end, TierTarget | RetainedCopy | ExchangedCopy))
-    for tree, root in tiers[0].tree.roots.items() if tiers else ():
+    for root in tiers[0].tree.roots.values() if tiers else ():
         for run in all_runs_below(root):
             _check_demoted_children(run)
             _check_addresses(run, tiers)
@@ -295,7 +295,7 @@ def _check_tree(loads: Loads) -> None:
             if [*stored_keys(run)] != sorted(snapshots):
                 raise _wrong_run(run, "keys out of order")
             for key, snapshot in snapshots.items():
-                is_right = snapshot.is_used and snapshot.home is run and snapshot.tree == tree and snapshot.key == key
+                is_right = snapshot.is_used and snapshot.home is run and snapshot.key == key
                 is_right &= run.start_block < key[0] <= run.end_block or run.parent is None
                 if not is_right:
                     raise _wrong_snapshot(snapshot, "belongs elsewhere")

@@ -77,7 +77,7 @@ def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
     num_blocks = len(path.addresses)
     home = tier.tree.grow(path.tree, path.data, num_blocks)
     snapshot = TierSnapshot(home, (num_blocks, path.data[num_blocks * BLOCK_KEY_BYTES :]))
-    saved = saved_tokens(tier.column, snapshot, path.data)
+    saved = saved_tokens(tier.column, snapshot)
     copy = Copy(snapshot, path.kind, use, saved, is_shared=path.is_shared)
     first = tier.column.last_on_path(snapshot.end).depth
     blocks = StoredBlocks(first, tuple(path.addresses.values())[first:])

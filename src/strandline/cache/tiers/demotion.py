@@ -24,18 +24,17 @@ class Demotion:
     def demote_snapshot(self, snapshot: Snapshot) -> None:
         """Store a snapshot that the device evicts, if it is worth more than what would be evicted for it."""
         tier, entry = self._tier, device_entry(snapshot)
-        demoted, data = entry.copy, entry.data
+        demoted = entry.copy
         known = tier.column.copy(snapshot.home, snapshot.key)
         if known is not None:
             known.use, known.is_shared = demoted.use, demoted.is_shared
             tier.push(known)
             return
-        saved = saved_tokens(tier.column, demoted.snapshot, data, at_most=demoted.saved_tokens)
-        demoted.saved_tokens = saved
+        demoted.saved_tokens = saved_tokens(tier.column, demoted.snapshot, at_most=demoted.saved_tokens)
         if not tier.make_room(tier.blocks_of(demoted.snapshot), tier.worth(demoted)):
             tier.num_snapshots_refused += 1
             return
-        target = new_target(tier, demoted, tier.tree.name(entry.salt), data, range(0))
+        target = new_target(tier, demoted, range(0))
         target.arrive()
         tier.num_snapshots_demoted += 1
         self._moves.issue(StoreOut(self._moves.next_transfer(), tier.store, *entry.sources(target.path)))
@@ -49,8 +48,7 @@ class Demotion:
             return
         tier = self._tier
         if not tier.has_snapshots and kept < len(run.blocks) and tier.column.num_blocks_in(run) < len(run.blocks):
-            *_, root = run.ancestry()
-            tier.enter(device_copy(run, kept=kept), tier.tree.name(root.salt))
+            tier.enter(device_copy(run, kept=kept))
         if missing := self._missing(run, kept):
             self._store_blocks(run, kept, missing)
         tier.tree.leave_below(run, kept)

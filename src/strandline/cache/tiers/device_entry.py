@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from strandline.cache.tiers.paths import path_to
 from strandline.cache.tiers.stored import Copy, TierSnapshot
 from strandline.cache.tree import Run, Snapshot, path_blocks, run_of_last_block
 from strandline.cache.window_blocks import Windows
@@ -10,7 +9,6 @@ from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_SLOT, BlockId, SlotId
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import SnapshotCopy, StoredPath
-from strandline.records.tokens import TOKEN_BYTES
 
 
 class Sources(NamedTuple):
@@ -26,9 +24,6 @@ class DeviceEntry(NamedTuple):
 
     copy: Copy
     """Its copy for a tier."""
-    salt: str
-    data: bytes
-    """The tokens before it, encoded."""
     run: Run
     """One that holds the last block that it needs."""
     slot: SlotId = NULL_SLOT
@@ -50,13 +45,11 @@ class DeviceEntry(NamedTuple):
 def device_entry(entry: Snapshot | Run) -> DeviceEntry:
     """Return a snapshot or, without snapshots, the end of a run with all that it needs."""
     if isinstance(entry, Run):
-        return DeviceEntry(device_copy(entry), *path_to(entry), entry)
+        return DeviceEntry(device_copy(entry), entry)
     run = run_of_last_block(entry)
     if run is None:
         raise CacheInvariantError(f"the snapshot at {entry.position} has no block")
-    salt, data = path_to(run)
-    data = data[: entry.position * TOKEN_BYTES]
-    return DeviceEntry(device_copy(entry), salt, data, run, entry.slot, entry.windows)
+    return DeviceEntry(device_copy(entry), run, entry.slot, entry.windows)
 
 
 def device_copy(entry: Snapshot | Run, *, kept: int = 0) -> Copy:

@@ -29,6 +29,7 @@ from strandline.cache.resume import Match, ResumeRule
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.neighbours import end_above, next_below
 from strandline.cache.tiers.path_blocks import PathBlocks, located
+from strandline.cache.tiers.paths import pieces
 from strandline.cache.tiers.stored import Column, Copy, TierSnapshot
 from strandline.cache.tiers.tier_tree import TierTree
 from strandline.cache.tree import Run
@@ -126,7 +127,7 @@ class LowerTier:
     def is_stored(self, demoted: TierSnapshot) -> bool:
         """Whether all blocks that a snapshot needs are stored."""
         return all(
-            NO_ADDRESS not in self.column.addresses_in(run)[start:end] for run, start, end in demoted.whole_blocks
+            NO_ADDRESS not in self.column.addresses_in(run)[start:end] for run, start, end in pieces(demoted.end)
         )
 
     # Finding
@@ -155,9 +156,9 @@ class LowerTier:
 
     # Entering
 
-    def enter(self, demoted: Copy, tree: str) -> None:
-        """Put a copy of a snapshot of a tree with this name into the tier."""
-        snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot, tree)
+    def enter(self, demoted: Copy) -> None:
+        """Put a copy of a snapshot into the tier."""
+        snapshot = demoted.snapshot = self.tree.attach(demoted.snapshot)
         self.column.enter(demoted)
         for below in next_below(self.column, snapshot):
             below.saved_tokens = min(below.saved_tokens, below.position - demoted.position)
@@ -169,7 +170,7 @@ class LowerTier:
         if self.is_persistent:
             return self.is_stored(demoted)
         returning = located(self.returning)
-        needed = demoted.whole_blocks if returning else ()
+        needed = pieces(demoted.end) if returning else ()
         return not any((run, index) in returning for run, start, end in needed for index in range(start, end))
 
     def blocks_of(self, snapshot: TierSnapshot) -> int:

@@ -43,15 +43,13 @@ def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | No
     return max(above, key=lambda copy: copy.position, default=None)
 
 
-def saved_tokens(column: Column, snapshot: TierSnapshot, data: bytes, *, at_most: int | None = None) -> int:
+def saved_tokens(column: Column, snapshot: TierSnapshot, *, at_most: int | None = None) -> int:
     """Return how many tokens a snapshot that is about to enter a tier saves: those since the nearest one above.
 
     Args:
         column: that of the tier.
-        data: the tokens before it, encoded.
         at_most: those since the nearest one elsewhere; None: there is none.
     """
-    position = snapshot.position
-    down_to = 0 if at_most is None else position - at_most
-    above = column.copies_on(snapshot.end, data, beyond=down_to)
-    return position - next((copy.position for copy in above if copy.position < position), down_to)
+    above = column.above(snapshot)
+    saved = snapshot.position - (0 if above is None else above.position)
+    return saved if at_most is None else min(saved, at_most)

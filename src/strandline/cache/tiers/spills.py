@@ -81,7 +81,7 @@ class Spills:
         The caller pins the entry until the transfer has ended.
         """
         tree, leaving = self.lower.tree, entry.copy
-        snapshot = leaving.snapshot = tree.attach(leaving.snapshot, tree.name(entry.salt))
+        snapshot = leaving.snapshot = tree.attach(leaving.snapshot)
         tree.pin(snapshot)
         self._move(leaving, entry)
         tree.unpin(snapshot)
@@ -137,11 +137,10 @@ class Spills:
     def _begin(self, leaving: Copy, entry: DeviceEntry | None, missing: range) -> None:
         """Put a snapshot and blocks into the persistent tier, and begin to copy them there."""
         lower, snapshot, moves = self.lower, leaving.snapshot, self._moves
-        data = snapshot.path()
-        saved = saved_tokens(lower.column, snapshot, data)
+        saved = saved_tokens(lower.column, snapshot)
         flags = leaving.is_shared, leaving.is_superseded, leaving.is_interior
         arriving = Copy(snapshot, leaving.kind, leaving.use, saved, *flags)
-        target = new_target(lower, arriving, snapshot.tree, data, missing)
+        target = new_target(lower, arriving, missing)
         transfer = moves.next_transfer()
         if entry is None:
             name = RequestId(f"spill {transfer}")

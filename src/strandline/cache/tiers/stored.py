@@ -162,7 +162,7 @@ class Column:
         return None if snapshot is None else snapshot.copies[self.index]
 
     def copies(self, run: Run) -> "Iterator[Copy]":
-        """Yield the tier's snapshots of a run, in the order in which they have entered the tree."""
+        """Yield the tier's snapshots of a run, in the order of their keys."""
         return filter(None, (self.copy(run, key) for key in stored_keys(run)))
 
     def copies_after(self, run: Run, depth: int) -> "Iterator[Copy]":
@@ -176,6 +176,23 @@ class Column:
             first = min(self.copies_after(run, num_blocks), key=lambda copy: copy.position, default=None)
             if first is not None:
                 return first
+        return None
+
+    def above(self, snapshot: "TierSnapshot") -> "Copy | None":
+        """Return the tier's deepest snapshot above one."""
+        below = snapshot.home
+        for run in below.ancestry():
+            for key in stored_keys(run)[: find_key(run, *snapshot.key)][::-1]:
+                num_blocks, tail = key
+                if num_blocks == snapshot.num_blocks:
+                    is_on_path = snapshot.tail.startswith(tail)
+                elif num_blocks < run.end_block:
+                    is_on_path = run.tokens.startswith(tail, (num_blocks - run.start_block) * BLOCK_KEY_BYTES)
+                else:
+                    is_on_path = below.tokens.startswith(tail)
+                if is_on_path and (copy := self.copy(run, key)) is not None:
+                    return copy
+            below = run
         return None
 
     def copies_on(self, end: PathEnd, data: bytes | bytearray, *, beyond: int = -1) -> "Iterator[Copy]":
@@ -263,8 +280,6 @@ class TierSnapshot:
     home: Run
     """The run with the last whole block before it, or the root."""
     key: SnapshotKey
-    tree: str = ""
-    """The name of its tree."""
     copies: "list[Copy | None]" = field(default_factory=list)
     """By tier."""
     num_pins: int = 0
@@ -298,11 +313,6 @@ class TierSnapshot:
     def has_tail(self) -> bool:
         """Whether its position is inside a block."""
         return bool(self.tail)
-
-    @property
-    def whole_blocks(self) -> list[Blocks]:
-        """The whole blocks before it, which it needs, in order."""
-        return pieces(self.end)
 
     def locate(self, indices: Collection[int]) -> dict[int, Block]:
         """Return those whole blocks before it that have these indices in its path, by index and in order."""

@@ -20,6 +20,7 @@ from strandline.cache.lease import Lease
 from strandline.cache.tiers.device_entry import Sources
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.path_blocks import PathBlocks
+from strandline.cache.tiers.paths import pieces
 from strandline.cache.tiers.stored import Copy, TierSnapshot
 from strandline.ids import NO_ADDRESS, BlockId, RequestId
 from strandline.records.actions import Completion, StoredPath
@@ -172,7 +173,7 @@ class ExchangedCopy:
         tier, end, freed = self._tier, self.pinned.end, dict[int, int]()
         if tier.column.last_on_path(end) != end:
             return
-        for run, start, stop in self.pinned.whole_blocks[::-1]:
+        for run, start, stop in pieces(end)[::-1]:
             addresses = tier.column.addresses_in(run)
             for index in range(stop - 1, start - 1, -1):
                 freed[addresses[index]], addresses[index] = 1, NO_ADDRESS
@@ -189,6 +190,6 @@ def _pin(tier: LowerTier, copy: Copy, data: bytearray) -> TierSnapshot:
     if not tier.has_snapshots:
         depth = len(data) // BLOCK_KEY_BYTES
         home = next(run for run in snapshot.home.ancestry() if run.start_block < depth)
-        snapshot = tier.tree.attach(TierSnapshot(home, (depth, b"")), snapshot.tree)
+        snapshot = tier.tree.attach(TierSnapshot(home, (depth, b"")))
     tier.tree.pin(snapshot)
     return snapshot

@@ -20,7 +20,7 @@ class TierTarget:
         self.tier = tier
         self.copy = copy
         self.path = path
-        tier.enter(copy, path.tree)
+        tier.enter(copy)
         copy.num_moves += 1
         self.pinned = copy.snapshot
         tier.tree.pin(self.pinned)
@@ -33,7 +33,7 @@ class TierTarget:
         """The sizes of its addresses, in blocks."""
         path = self.path
         sizes = dict.fromkeys(path.addresses.values(), 1)
-        sizes |= {path.address: self.tier.snapshot_blocks(path.position), path.tail_address: 1}
+        sizes |= {path.address: self.tier.snapshot_blocks(self.copy.position), path.tail_address: 1}
         sizes.pop(NO_ADDRESS, None)
         return sizes
 
@@ -61,7 +61,7 @@ class TierTarget:
             else:
                 unneeded[address] = 1
         if copy.column is None:
-            unneeded |= {path.address: tier.snapshot_blocks(path.position), path.tail_address: 1}
+            unneeded |= {path.address: tier.snapshot_blocks(copy.position), path.tail_address: 1}
         else:
             copy.address, copy.tail_address = path.address, path.tail_address
             tier.push(copy)
@@ -82,18 +82,16 @@ class TierTarget:
         self.tier.arriving = [blocks for blocks in self.tier.arriving if blocks is not self.blocks]
 
 
-def new_target(tier: LowerTier, copy: Copy, tree: str, data: bytes, missing: range) -> TierTarget:
-    """Return the target of a move to a tier, in memory that the tier has.
+def new_target(tier: LowerTier, copy: Copy, missing: range) -> TierTarget:
+    """Return the target of a move to a tier, in memory that the tier has; only persistent ones record tokens.
 
     Args:
         copy: one that is not in the tier.
-        tree: the name of its tree.
-        data: the tokens before it, encoded.
         missing: the indices of the blocks that arrive with it.
     """
     path = StoredPath(
-        tree,
-        data,
+        tier.tree.name_of(copy.snapshot.home),
+        copy.snapshot.path() if tier.is_persistent else b"",
         StoredBlocks(missing.start, tuple([tier.take(1) for _ in missing])) if missing else None,
         tier.take(tier.snapshot_blocks(copy.position)) if tier.has_snapshots else NO_ADDRESS,
         tier.take(1) if copy.snapshot.has_tail else NO_ADDRESS,

@@ -58,8 +58,8 @@ class TierTree:
         self._index = index
         self._memory = memory
         self._announcer = announcer
-        self._unknown = set[str]()
-        """Names of the trees whose salts no request has had yet."""
+        self._unknown: dict[Run, str] = {}
+        """By root: the names of the trees whose salts no request has had yet."""
         index.new_root, index.stored_root = self._root_of, self._stored_root
 
     def name(self, salt: str) -> str:
@@ -74,19 +74,22 @@ class TierTree:
         if root is None:
             root = self.roots[tree] = Run(None, 0, b"", array("i"))
             if tree != self.name(""):
-                self._unknown.add(tree)
+                self._unknown[root] = tree
         return root
+
+    def name_of(self, run: Run) -> str:
+        """Return the name of the tree that a run is in."""
+        *_, root = run.ancestry()
+        return self._unknown.get(root) or self.name(root.salt)
 
     def _root_of(self, salt: str) -> Run:
         """Return the root of a salt's tree, which is known from now on."""
         if len(self.roots) >= 2 * MAX_EMPTY_ROOTS:
             in_use = {id(root) for root in self._index.roots.values()}
             self.roots = {n: r for n, r in self.roots.items() if id(r) in in_use or demoted_after(r) or stored_keys(r)}
-            self._unknown &= self.roots.keys()
-        tree = self.name(salt)
-        root = self.root(tree)
-        if tree in self._unknown:
-            self._unknown.remove(tree)
+            self._unknown = {root: tree for root, tree in self._unknown.items() if tree in self.roots}
+        root = self.root(self.name(salt))
+        if self._unknown.pop(root, None) is not None:
             root.salt = salt
             if self._announcer is not None:
                 self._announcer.add_root(root)
@@ -97,7 +100,7 @@ class TierTree:
 
     def known_roots(self) -> tuple[Run, ...]:
         """Return the roots of the trees whose salts are known."""
-        return tuple(root for tree, root in self.roots.items() if tree not in self._unknown)
+        return tuple(root for root in self.roots.values() if root not in self._unknown)
 
     def stored(self, run: Run) -> StoredRun:
         """Return what the tiers have of a run; enter that they will have something, if they have not."""
@@ -116,18 +119,18 @@ class TierTree:
             return run
         return self._grow(run, depth, data[depth * BLOCK_KEY_BYTES : num_blocks * BLOCK_KEY_BYTES])
 
-    def attach(self, snapshot: TierSnapshot, tree: str) -> TierSnapshot:
-        """Enter a snapshot of a tree with this name, unless it is entered; return the one that is entered now."""
-        run = snapshot.home
+    def attach(self, snapshot: TierSnapshot) -> TierSnapshot:
+        """Enter a snapshot, unless it is entered; return the one that is entered now."""
+        *_, root = (run := snapshot.home).ancestry()
         stored = self.stored(run)
         found = stored.snapshots.get(snapshot.key)
         if found is not None:
             return found
         stored.snapshots[snapshot.key] = snapshot
         insort(stored.keys, snapshot.key)
-        snapshot.tree, snapshot.copies = tree, [None] * len(self.columns)
-        if self._announcer is not None and tree not in self._unknown:
-            self._announcer.store(run, snapshot.key, self.roots[tree].salt)
+        snapshot.copies = [None] * len(self.columns)
+        if self._announcer is not None and root not in self._unknown:
+            self._announcer.store(run, snapshot.key, root.salt)
         return snapshot
 
     def _grow(self, run: Run, depth: int, tokens: bytes) -> Run:
@@ -157,10 +160,11 @@ class TierTree:
     def detach(self, snapshot: TierSnapshot) -> None:
         """Remove a snapshot from the tree, with the blocks that nothing else needs, unless it is used."""
         run, stored = snapshot.home, self.stored(snapshot.home)
+        *_, root = run.ancestry()
         if snapshot.is_used or stored.snapshots.get(snapshot.key) is not snapshot:
             return
         del stored.snapshots[snapshot.key], stored.keys[find_key(run, *snapshot.key)]
-        if self._announcer is not None and snapshot.tree not in self._unknown:
+        if self._announcer is not None and root not in self._unknown:
             self._announcer.remove(run, snapshot.key)
         self.trim(run)
 

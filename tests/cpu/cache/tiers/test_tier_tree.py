@@ -14,7 +14,7 @@ from strandline.cache.use import Use
 from strandline.cache.walk import PathEnd, descend_below, walk
 from strandline.ids import BLOCK_TOKENS
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import BLOCK_KEY_BYTES, encode
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, encode
 from tests.cpu.cache.driver import Driver
 
 Path = tuple[int, ...]
@@ -34,10 +34,10 @@ def new_tree(num_tiers: int) -> TierTree:
     return TierTree(num_tiers, None, parts.index, parts.memory)
 
 
-def entered(tree: TierTree, path: Path, tier: int) -> Copy:
-    """Return a copy for a tier of the snapshot at the end of a path, which is in the tree now."""
+def entered(tree: TierTree, path: Path, tier: int, tail: bytes = b"") -> Copy:
+    """Return a copy for a tier of the snapshot at the end of a path and a tail, which is in the tree now."""
     home = tree.grow("", encoded(path), len(path))
-    snapshot = tree.attach(TierSnapshot(home, (len(path), b"")), "")
+    snapshot = tree.attach(TierSnapshot(home, (len(path), tail)))
     copy = Copy(snapshot, SnapshotKind.BRANCH, Use(0, 0), snapshot.position)
     tree.columns[tier].enter(copy)
     return copy
@@ -86,6 +86,18 @@ def test_runs_hold_what_single_blocks_would(events: list[tuple[Path, int, bool]]
                 above = sorted((path for path in paths if other[: len(path)] == path), key=len, reverse=True)
                 found_above = column.copies_on(end, encoded(other))
                 assert [copy.snapshot.num_blocks for copy in found_above] == list(map(len, above))
+
+
+def test_the_nearest_snapshot_above_is_on_the_same_path() -> None:
+    tree = new_tree(2)
+    column, other = tree.columns
+    first, second = (entered(tree, path, 0) for path in [(1,), (1, 2)])
+    inside = entered(tree, (1, 2), 0, encoded((3,))[: 5 * TOKEN_BYTES])
+    deeper = entered(tree, (1, 2), 0, encoded((3,))[: 9 * TOKEN_BYTES])
+    below, beside = (entered(tree, path, 0).snapshot for path in [(1, 2, 3), (1, 2, 9, 9)])
+    assert (column.above(first.snapshot), column.above(second.snapshot)) == (None, first)
+    assert (column.above(inside.snapshot), column.above(deeper.snapshot)) == (second, inside)
+    assert (column.above(below), column.above(beside), other.above(below)) == (deeper, second, None)
 
 
 def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
