@@ -26,14 +26,13 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.gdn import GatedDeltaInputs, gdn_decode, gdn_prefill
 from strandline.kernels.recurrences.gdn_log import gdn_decode_logged, gdn_fold, gdn_log
-from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gated
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, Taps
 from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
-from strandline.models.layers.recurrent import mix_parts
+from strandline.models.layers.recurrent import RecurrentMemory, mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -41,15 +40,6 @@ from strandline.models.layers.targets import NamedTargets, sharded, stacked_rows
 from strandline.specs import LayerSpec, TensorSpec
 
 RECURRENCE: Final = (gdn_prefill, gdn_decode, gdn_decode_logged, gdn_fold)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaNetMemory:
-    """A layer's share of all slots and logs."""
-
-    recurrent: StateMemory
-    window_SRC: Tensor
-    replay: ReplayLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,23 +139,22 @@ class GatedDeltaNet(nn.Module):
         )
         self.recurrence = self.recurrence.with_kernels(kernels)
 
-    def bind(self, memory: LayerMemory) -> GatedDeltaNetMemory:
+    def bind(self, memory: LayerMemory) -> RecurrentMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        recurrent = self.recurrence.bind(memory.states, memory.log)
-        return GatedDeltaNetMemory(recurrent, memory.states["window"], replay_log(memory))
+        return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: GatedDeltaNetMemory) -> None:
+    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         no_x, no_heads = (self.conv.filter.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.num_heads))
         self._prefill(no_x, no_heads, no_heads, batch, memory)
 
-    def forward(self, hidden_TE: Rows, step: Step, memory: GatedDeltaNetMemory) -> Tensor:
+    def forward(self, hidden_TE: Rows, step: Step, memory: RecurrentMemory) -> Tensor:
         x_TC, z_TO, b_TH, a_TH, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, a_TH, b_TH), step.batch)
         normed = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return self.out_proj.multiply(normed.flatten(1) if isinstance(normed, Tensor) else normed)
 
-    def _mix(self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory) -> Tensor:
+    def _mix(self, x_TC: Tensor, a_TH: Tensor, b_TH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         num_rows = batch.num_decode_rows
         if num_rows == len(x_TC):
             return self._decode(x_TC, a_TH, b_TH, batch, memory)
@@ -180,9 +169,7 @@ class GatedDeltaNet(nn.Module):
         self._prefill(x_RC, a_RH, b_RH, batch, memory, out_THV[num_rows:])
         return out_THV
 
-    def _decode(
-        self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: GatedDeltaNetMemory
-    ) -> Tensor:
+    def _decode(self, x_NC: Tensor, a_NH: Tensor, b_NH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         y_NC = self.conv.decode(x_NC, batch, memory.window_SRC)
         inputs = GatedDeltaInputs(*self._heads(y_NC), a_NH, b_NH, self.A_log_H, self.dt_bias_H, self.max_beta)
         return self.recurrence.decode(inputs, memory.recurrent, batch.decode_slots, batch.recurrent.log)
@@ -193,7 +180,7 @@ class GatedDeltaNet(nn.Module):
         a_TH: Tensor,
         b_TH: Tensor,
         batch: StepBatch,
-        memory: GatedDeltaNetMemory,
+        memory: RecurrentMemory,
         out_THV: Tensor | None = None,
     ) -> Tensor:
         recurrent = batch.recurrent

@@ -21,12 +21,11 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
-from strandline.kernels.recurrences.replay import ReplayLog, replay_log
 from strandline.kernels.recurrences.rglru import GatedUnitInputs, rglru_decode, rglru_prefill
-from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.models.layers.convolution import CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.recurrent import advance
+from strandline.models.layers.recurrent import RecurrentMemory, advance
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -48,16 +47,6 @@ class GriffinConfig:
         """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         num_blocks = shard.part_of(self.num_blocks, "blocks of the recurrent unit's gates")
         return replace(self, num_blocks=num_blocks, num_channels=self.num_channels // shard.count)
-
-
-@dataclass(frozen=True, slots=True)
-class GriffinMemory:
-    """A layer's share of all slots and logs."""
-
-    recurrent: StateMemory
-    window_SRC: Tensor
-    conv_log: ReplayLog
-    recurrent_log: ReplayLog
 
 
 class GriffinLayer(nn.Module):
@@ -98,19 +87,17 @@ class GriffinLayer(nn.Module):
         self.recurrence = self.recurrence.with_kernels(kernels)
         self._head_linear = kernels[head_linear]
 
-    def bind(self, memory: LayerMemory) -> GriffinMemory:
+    def bind(self, memory: LayerMemory) -> RecurrentMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        log = replay_log(memory)
-        logs = (None, None) if log is None else (log[:1], log[1:])
-        return GriffinMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"], *logs)
+        return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: GriffinMemory) -> None:
+    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         no_x, no_first = (self.input_bias_HW.new_empty(0, size) for size in (len(self.rate_V), 1))
         self.conv.replay(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_x, no_first), batch, memory)
 
-    def forward(self, hidden_TE: Tensor, step: Step, memory: GriffinMemory) -> Tensor:
+    def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:
         y_TV, x_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
         x_TV = self.conv.convolve(x_TV, step.batch, memory.window_SRC, memory.conv_log)
         i_TV = self._gate(x_TV, self.input_gate_HWW, self.input_bias_HW)
@@ -122,7 +109,7 @@ class GriffinLayer(nn.Module):
     def _gate(self, x_TV: Tensor, weight_HWW: Tensor, bias_HW: Tensor) -> Tensor:
         return (self._head_linear(x_TV.unflatten(-1, bias_HW.shape), weight_HWW.mT) + bias_HW).flatten(1)
 
-    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: GriffinMemory) -> Tensor:
+    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.recurrent_log)
 
     def _inputs(self, x_TV: Tensor, i_TV: Tensor, r_TV: Tensor, first_T1: Tensor) -> GatedUnitInputs:

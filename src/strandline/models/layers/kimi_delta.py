@@ -21,12 +21,11 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_prefill
-from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm_sigmoid_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.recurrent import advance
+from strandline.models.layers.recurrent import RecurrentMemory, advance
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -63,16 +62,6 @@ class KimiDeltaAttentionConfig:
     def of(self, shard: Shard) -> "KimiDeltaAttentionConfig":
         """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
         return replace(self, num_heads=shard.part_of(self.num_heads, "heads of Kimi Delta Attention"))
-
-
-@dataclass(frozen=True, slots=True)
-class KimiDeltaAttentionMemory:
-    """A layer's share of all slots and logs."""
-
-    recurrent: StateMemory
-    window_SRC: Tensor
-    conv_log: ReplayLog
-    recurrent_log: ReplayLog
 
 
 class KimiDeltaAttention(nn.Module):
@@ -121,21 +110,18 @@ class KimiDeltaAttention(nn.Module):
         self._norm = kernels[rms_norm_sigmoid_gated]
         self.recurrence = self.recurrence.with_kernels(kernels)
 
-    def bind(self, memory: LayerMemory) -> KimiDeltaAttentionMemory:
+    def bind(self, memory: LayerMemory) -> RecurrentMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        log = replay_log(memory)
-        logs = (None, None) if log is None else (log[:1], log[1:])
-        recurrent = self.recurrence.bind(memory.states, memory.log)
-        return KimiDeltaAttentionMemory(recurrent, memory.states["window"], *logs)
+        return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: KimiDeltaAttentionMemory) -> None:
+    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         by_head, weight = (self.config.num_heads, self.config.head_dim), self.conv.filter.weight_CW
         no_heads, no_b = weight.new_empty(0, *by_head), weight.new_empty(0, by_head[0])
         self.conv.replay(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_heads, no_heads, no_heads, no_heads, no_b), batch, memory)
 
-    def forward(self, hidden_TE: Tensor, step: Step, memory: KimiDeltaAttentionMemory) -> Tensor:
+    def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:
         by_head = (self.config.num_heads, self.config.head_dim)
         qkv_TC, f_TR, g_TR, b_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         qkv_TC = self.conv.convolve(qkv_TC, step.batch, memory.window_SRC, memory.conv_log)
@@ -145,7 +131,7 @@ class KimiDeltaAttention(nn.Module):
         out_THK = self._advance((*qkv, f_THK, b_TH), step.batch, memory)
         return self.out_proj.multiply(self._norm(out_THK, g_THK, self.norm_K, self.config.eps).flatten(1))
 
-    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: KimiDeltaAttentionMemory) -> Tensor:
+    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.recurrent_log)
 
     def _inputs(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, f_THK: Tensor, b_TH: Tensor) -> KimiDeltaInputs:

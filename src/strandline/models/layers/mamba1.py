@@ -24,12 +24,11 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.mamba1 import Mamba1Inputs, mamba1_decode, mamba1_prefill
 from strandline.kernels.recurrences.mamba1_log import mamba1_decode_logged, mamba1_fold, mamba1_log
-from strandline.kernels.recurrences.replay import ReplayLog, replay_log
-from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
+from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.convolution import CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.recurrent import advance
+from strandline.models.layers.recurrent import RecurrentMemory, advance
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, whole
@@ -59,16 +58,6 @@ class Mamba1Config:
     eps: float = 1e-6
     """Epsilon of the norm."""
     state_dtype: str = "float32"
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba1LayerMemory:
-    """A layer's share of all slots and logs."""
-
-    recurrent: StateMemory
-    window_SRC: Tensor
-    conv_log: ReplayLog
-    recurrent_log: ReplayLog
 
 
 class Mamba1Layer(nn.Module):
@@ -117,20 +106,18 @@ class Mamba1Layer(nn.Module):
         self._rms_norm, self._sum = kernels[rms_norm], kernels.ranks.sum
         self.recurrence = self.recurrence.with_kernels(kernels)
 
-    def bind(self, memory: LayerMemory) -> Mamba1LayerMemory:
+    def bind(self, memory: LayerMemory) -> RecurrentMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        log = replay_log(memory)
-        logs = (None, None) if log is None else (log[:1], log[1:])
-        return Mamba1LayerMemory(self.recurrence.bind(memory.states, memory.log), memory.states["window"], *logs)
+        return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: Mamba1LayerMemory) -> None:
+    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         num_channels, state_dim = self.A_log_VK.shape
         no_x, no_projected = (self.conv.filter.weight_CW.new_empty(0, size) for size in (num_channels, state_dim))
         self.conv.replay(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_projected, no_projected, no_x), batch, memory)
 
-    def forward(self, hidden_TE: Tensor, step: Step, memory: Mamba1LayerMemory) -> Tensor:
+    def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:
         x_TV, z_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
         x_TV = self.conv.convolve(x_TV, step.batch, memory.window_SRC, memory.conv_log)
         projected = self._sum(self.x_proj.multiply(x_TV)).split(self.sizes, dim=-1)
@@ -138,7 +125,7 @@ class Mamba1Layer(nn.Module):
         tokens = (x_TV, z_TV, B_TK, C_TK, self.dt_proj.multiply(dt_TR))
         return self.out_proj.multiply(self._advance(tokens, step.batch, memory))
 
-    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: Mamba1LayerMemory) -> Tensor:
+    def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.recurrent_log)
 
     def _normed(self, projected: Sequence[Tensor]) -> list[Tensor]:

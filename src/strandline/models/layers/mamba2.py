@@ -28,13 +28,13 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.gdn_log import gdn_fold
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
 from strandline.kernels.recurrences.mamba2_log import mamba2_decode_logged, mamba2_log
-from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log
-from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
+from strandline.kernels.recurrences.replay import of_step
+from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComposedFilter, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.recurrent import mix_parts
+from strandline.models.layers.recurrent import RecurrentMemory, mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -128,15 +128,6 @@ def _read_dt_limit(fields: Fields) -> tuple[float, float]:
     return limit[0], limit[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Mamba2Memory:
-    """A layer's share of all slots."""
-
-    recurrent: StateMemory
-    window_SRC: Tensor
-    replay: ReplayLog
-
-
 class ScaledTaps(ComposedFilter):
     """Taps times a factor of each channel's inputs: float32, as products are.
 
@@ -215,23 +206,22 @@ class Mamba2Layer(nn.Module):
         self._mean_square = bind_mean_square(kernels, self.group_shard)
         self.recurrence = self.recurrence.with_kernels(kernels)
 
-    def bind(self, memory: LayerMemory) -> Mamba2Memory:
+    def bind(self, memory: LayerMemory) -> RecurrentMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        recurrent = self.recurrence.bind(memory.states, memory.log)
-        return Mamba2Memory(recurrent, memory.states["window"], replay_log(memory))
+        return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: Mamba2Memory) -> None:
+    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         sizes, dtype = (self.sizes[0], self.sizes[2]), self.conv.dtype
         no_x, no_dt = (self.conv.filter.weight_CW.new_empty(0, size, dtype=dtype) for size in sizes)
         self._prefill(no_x, no_dt, batch, memory)
 
-    def forward(self, hidden_TE: Tensor, step: Step, memory: Mamba2Memory) -> Tensor:
+    def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:
         x_TC, z_TO, dt_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
         out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, dt_TH), step.batch)
         return self.out_proj.multiply(self._gated(out_THV.flatten(1), z_TO))
 
-    def _mix(self, x_TC: Tensor, dt_TH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+    def _mix(self, x_TC: Tensor, dt_TH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         num_rows = batch.num_decode_rows
         if num_rows == len(x_TC):
             return self._decode(x_TC, dt_TH, batch, memory)
@@ -250,11 +240,11 @@ class Mamba2Layer(nn.Module):
         norm = (self.norm_O, self.config.eps, self.config.num_groups)
         return self._rms_norm_of_gated(out_TO, z_TO, *norm, self.multipliers.gate)
 
-    def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+    def _decode(self, x_DC: Tensor, dt_DH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         inputs = self._inputs(self.conv.decode(x_DC, batch, memory.window_SRC), dt_DH)
         return self.recurrence.decode(inputs, memory.recurrent, batch.decode_slots, batch.recurrent.log)
 
-    def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: Mamba2Memory) -> Tensor:
+    def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         recurrent = batch.recurrent
         inputs = self._inputs(*self.conv.prefill((x_RC, dt_RH), batch, memory.window_SRC, memory.replay))
         out_RHV = self.recurrence.prefill(inputs, memory.recurrent, batch.prefill_slots, recurrent.chunks)

@@ -1,22 +1,50 @@
 """Recurrences over a step that mixes decodes, sequences that verify drafts, and other prefills.
 
-Shape suffixes: T tokens of the step, N sequences.
+Shape suffixes: T tokens of the step, N sequences, S slots; of a window's memory R are the rows, C the channels.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.recurrence import Recurrence
-from strandline.kernels.recurrences.replay import ReplayLog, of_step, with_logged
+from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log, with_logged
+from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 
 Mix = Callable[..., Tensor]
 
 Inputs = TypeVar("Inputs")
 Memory = TypeVar("Memory")
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMemory:
+    """The share of all slots and logs of a layer that has a convolution, and then a recurrence."""
+
+    recurrent: StateMemory
+    window_SRC: Tensor
+    replay: ReplayLog
+    """The convolution's inputs, then what the recurrence reads besides, or all that it reads."""
+
+    @classmethod
+    def bind(cls, recurrence: StateRecurrence[Any], memory: LayerMemory) -> "RecurrentMemory":
+        """Return a layer's memory as kernels take it."""
+        return cls(recurrence.bind(memory.states, memory.log), memory.states["window"], replay_log(memory))
+
+    @property
+    def conv_log(self) -> ReplayLog:
+        """Log of the convolution alone."""
+        return None if self.replay is None else self.replay[:1]
+
+    @property
+    def recurrent_log(self) -> ReplayLog:
+        """Log of the recurrence alone."""
+        return None if self.replay is None else self.replay[1:]
 
 
 def mix_parts(mix: Mix, tokens: Sequence[Tensor], batch: StepBatch) -> Tensor:

@@ -26,8 +26,9 @@ from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.kernels.rowwise.activation import geglu
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.models.layers.attention_parts import AttentionConfig, QKVProjection
-from strandline.models.layers.mamba2 import Mamba2Layer, Mamba2Memory
+from strandline.models.layers.mamba2 import Mamba2Layer
 from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.recurrent import RecurrentMemory
 from strandline.models.layers.residual import ResidualNorm
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -162,15 +163,15 @@ class SharedBlockUse(nn.Module):
         self._prepare_qkv, self._attend = kernels[prepare_qkv], kernels[paged_attention]
         self._sum = kernels.ranks.sum
 
-    def bind(self, memory: LayerMemory) -> tuple[KVMemory, Mamba2Memory]:
+    def bind(self, memory: LayerMemory) -> tuple[KVMemory, RecurrentMemory]:
         """Return the layer's memory as ``forward`` takes it."""
         return KVMemory(memory.streams["key"], memory.streams["value"]), self.mamba.bind(memory)
 
-    def replay(self, batch: StepBatch, memory: tuple[KVMemory, Mamba2Memory]) -> None:
+    def replay(self, batch: StepBatch, memory: tuple[KVMemory, RecurrentMemory]) -> None:
         """Advance the states over logged tokens alone."""
         self.mamba.replay(batch, memory[1])
 
-    def forward(self, stream_TE: Tensor, step: Step, memory: tuple[KVMemory, Mamba2Memory]) -> Tensor:
+    def forward(self, stream_TE: Tensor, step: Step, memory: tuple[KVMemory, RecurrentMemory]) -> Tensor:
         """Return what the Mamba-2 part makes of the residual stream and the block's output."""
         kv, states = memory
         normed_TE, _ = self._add_norm(self._block(stream_TE, step, kv), stream_TE, self.norm_E, self.norm.eps)
