@@ -226,7 +226,8 @@ class Runner:
         with self._threads(plan.num_tokens):
             step, indices, hidden_XE = self._run(plan.sequences, self._graphs)
             chosen = self._choose(step, indices, hidden_XE)
-            self._pending.remember(step.sampled_rows, None if step.verification else chosen.tokens_R)
+            row_of = {plan.sequences[index].request_id: row for index, row in step.sampled_rows.items()}
+            self._pending.remember(row_of, None if step.verification else chosen.tokens_R)
             drafts = self._draft(step, hidden_XE, chosen)
             wanted = [each.plan_index for each in step.wanted]
             is_short = step.captured is None and 0 < plan.num_tokens <= LAUNCH_BOUND_TOKENS
@@ -244,7 +245,7 @@ class Runner:
 
     def _run(
         self, sequences: Sequence[SequencePlan], graphs: StepGraphs | None
-    ) -> tuple[HostStep, StepIndices, Tensor]:
+    ) -> tuple[HostStep, StepIndices[Tensor], Tensor]:
         """Lay a step out and run the model; return its rows of hidden states, and then stored ones."""
         step = self._layout.lay_out_step(sequences, graphs)
         host, captured, parts = step.batch, step.captured, list[Tensor]()
@@ -257,18 +258,18 @@ class Runner:
         else:
             indices = StepIndices(*upload_together(step.indices, self.device))
             if host is not None and captured is not None:
-                parts.append(captured.replay(host, step.verdicts))
-        if step.stored:
+                parts.append(captured.replay(host))
+        if step.rows.stored:
             parts.append(self.arena.hidden_SE[indices.stored_slots])
         return step, indices, parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _choose(self, step: HostStep, indices: StepIndices, hidden_XE: Tensor) -> Chosen:
+    def _choose(self, step: HostStep, indices: StepIndices[Tensor], hidden_XE: Tensor) -> Chosen:
         """Choose tokens; where the host has to compare drafts, do so."""
-        candidates, verification, decodes = step.candidates, step.verification, step.captured_decodes
+        candidates, verification, decodes = step.candidates, step.verification, step.decodes
         if not candidates:
             return Chosen.joined({})
-        count = len(step.rows)
-        rows: slice | Tensor = slice(count) if step.is_chosen_from_all else indices.rows_R
+        count = candidates[-1].first_row + candidates[-1].num_rows
+        rows: slice | Tensor = indices.rows_R if step.indices.rows_R else slice(count)
         positions_R = None
         if verification is not None:
             hidden_XE = verification.hidden_TE
@@ -283,7 +284,7 @@ class Runner:
         may_have_drafts = verification is not None or not step.is_plain
         is_compared_on_device = verification is not None and all(x.state.is_compared_on_device for x in candidates)
         if may_have_drafts and not is_compared_on_device:
-            chosen.compare()
+            chosen.read()
         return chosen
 
     def _logits(self, decodes: CapturedStep | None, hidden_XE: Tensor, rows: slice | Tensor) -> Tensor:
@@ -295,16 +296,16 @@ class Runner:
     def _draft(self, step: HostStep, hidden_XE: Tensor, chosen: Chosen) -> NextDrafts | None:
         """Let the drafter store what it needs, and draft for the next step; None: no sequence wants drafts."""
         verification, drafts = step.verification, None
-        captured = step.captured_decodes or verification
+        captured = step.decodes or verification
         if self._drafter is not None:
-            first_rows = step.first_rows if captured is None else {}
+            first_rows = step.rows.first if captured is None else {}
             sampled = None if step.is_plain or verification else chosen.known
-            rows = StepRows(step.sequences, hidden_XE, first_rows, step.stored_rows, sampled)
+            rows = StepRows(step.sequences, hidden_XE, first_rows, step.rows.stored, sampled)
             drafts = self._drafter.follow(rows)
         if captured is not None:
-            captured.finish(chosen, step.num_decodes)
+            captured.finish(chosen)
         if verification is not None:
-            drafts = NextDrafts(step.padded_rows, verification.next_drafts_ND)
+            drafts = NextDrafts(step.sampled_rows, verification.next_drafts_ND)
         return drafts
 
     def _compute_one_by_one(self, sequences: Sequence[SequencePlan]) -> StepInFlight:

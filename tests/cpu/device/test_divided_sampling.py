@@ -206,7 +206,7 @@ def test_drafts_are_verified_alike(size: int) -> None:
             Candidates(row, state_of(new, ranks), tuple(drafts[row]), row * (depth + 1))
             for row, new in enumerate(requests)
         ]
-        return choice.choose(part_of(logits_RV, ranks), candidates, kernels_of(ranks)).compare()
+        return choice.choose(part_of(logits_RV, ranks), candidates, kernels_of(ranks)).read()
 
     drafts = [[0] * depth for _ in requests]
     for index in range(depth):

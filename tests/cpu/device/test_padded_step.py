@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.device.batches.batch import NUM_PLANNED, HostBatch, build_host_batch
-from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_buffer
 from strandline.device.batches.pending import PendingRows
 from strandline.device.batches.prompt_room import MAX_CAPTURED_PREFIX, MAX_PROMPTS, SPARE_CHUNKS, PromptRoom
 from strandline.device.steps.graph_sizes import graph_sizes, prompt_room, verification_sizes
@@ -61,13 +61,13 @@ def padded(sequences: list[SequencePlan], num_decodes: int, size: StepSize) -> d
         sequences, num_decodes, PendingRows(sources, np.repeat(sources[:, None], MAX_STOP_IDS, axis=1))
     )
     assert size.has_room_for(host)
-    fill_parts(size, named_parts(size, step.buffer_I.numpy()), host)
+    fill_buffer(size, step.buffer_I.numpy(), host)
     # What is left of an earlier step is not written to.
     table_NM = torch.full((size.num_sequences, size.num_blocks(512)), -1, dtype=torch.int32)
     table_NM[-1:] = 0
-    for index, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
+    for index, row in zip(places_of(host, size), torch.from_numpy(host.block_tables[0]), strict=True):
         table_NM[index, : len(row)] = row
-    rows = step.batch(table_NM, 512, reference_kernels([locate_rows])).step
+    rows = step.batch([table_NM], 512, reference_kernels([locate_rows])).step
     places = {
         "positions": rows.positions_T,
         "write_blocks": rows.attention.write_blocks_T,

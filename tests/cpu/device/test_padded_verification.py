@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strandline.device.batches.batch import HostBatch, build_host_batch
-from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
+from strandline.device.batches.batch import DeviceBatch, HostBatch, build_host_batch
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_buffer
 from strandline.device.batches.pending import PendingRows
 from strandline.device.drafters.draft_layer import single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
-from strandline.kernels.batch import ReplayBatch, StepBatch
+from strandline.kernels.batch import ReplayBatch
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.replay import insert_logged, of_step
@@ -110,13 +110,13 @@ def test_every_row_is_where_it_belongs(
     sources = np.array(rows_before[: len(sequences)])
     host = host_of(planned, 0, PendingRows(sources, np.full((len(sequences), MAX_STOP_IDS), stop)))
     assert size.has_room_for(host)
-    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host)
+    fill_buffer(size, padded.buffer_I.numpy(), host)
     tables = resolve(padded.planned_parts()[0], last, DEPTH)
     kernels = reference_kernels([locate_rows, insert_logged])
     table_NM = torch.zeros(size.num_sequences, size.num_blocks(300), dtype=torch.int32)
-    blocks_NM = host.block_table_NM
+    blocks_NM = host.block_tables[0]
     table_NM[: len(sequences), : blocks_NM.shape[1]] = torch.from_numpy(blocks_NM)
-    batch = padded.batch(table_NM, 300, kernels, tables).step
+    batch = padded.batch([table_NM], 300, kernels, tables).step
     attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
     assert isinstance(replay, ReplayBatch)
     starts = attention.query_starts_N1.tolist()
@@ -185,17 +185,17 @@ def test_every_row_is_where_it_belongs(
     assert not chunks.lengths_C[last_chunk:].any()
 
 
-def filled(size: StepSize, host: HostBatch) -> tuple[PaddedStep, StepBatch]:
+def filled(size: StepSize, host: HostBatch) -> tuple[PaddedStep, DeviceBatch]:
     """Return a padded step and its batch; no token is pending."""
     padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
     assert size.has_room_for(host)
-    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host)
+    fill_buffer(size, padded.buffer_I.numpy(), host)
     table_NM = torch.zeros(size.num_sequences, 6, dtype=torch.int32)
-    for index, blocks in zip(size.sequence_indices(host), host.block_table_NM, strict=True):
+    for index, blocks in zip(size.address_sequences(host)[1], host.block_tables[0], strict=True):
         table_NM[index, : len(blocks)] = torch.from_numpy(blocks)
     tables = tables_of(padded) if size.has_drafts else None
     kernels = reference_kernels([locate_rows, insert_logged])
-    return padded, padded.batch(table_NM, 300, kernels, tables).step
+    return padded, padded.batch([table_NM], 300, kernels, tables)
 
 
 def tensors_of(record: Any) -> dict[str, Any]:
@@ -218,20 +218,21 @@ def test_drafts_and_prompts_are_laid_out_as_alone(
         prompts.append(sequence(index, start, end, tuple(cuts))._replace(next_id=9000 + index))
     num_rows = sum(plan.end - plan.start for plan in prompts) + num_spare_rows
     size = StepSize(len(verified) + num_spare, num_rows, draft_tokens=DEPTH, log_tokens=DEPTH)
-    padded, batch = filled(size, host_of([*verified, *prompts], len(prompts)))
-    _, verified_alone = filled(replace(size, num_prompt_rows=0), host_of(verified))
-    _, prompts_alone = filled(StepSize(0, num_rows), build_host_batch(prompts, 0))
+    padded, both = filled(size, host_of([*verified, *prompts], len(prompts)))
+    verified_alone = filled(replace(size, num_prompt_rows=0), host_of(verified))[1].step
+    prompts_alone = filled(StepSize(0, num_rows), build_host_batch(prompts, 0))[1].step
+    batch = both.step
     assert batch.parts is not None
     for part, attention, alone in zip(batch.parts, batch.attention.parts, (verified_alone, prompts_alone), strict=True):
         assert tensors_of(attention) == tensors_of(alone.attention)
         assert tensors_of(part.recurrent) == tensors_of(replace(alone.recurrent, log=None))
     rows = size.num_decode_rows
     for name in ("token_ids_T", "positions_T"):
-        both = torch.cat([getattr(verified_alone, name), getattr(prompts_alone, name)])
-        assert torch.equal(getattr(batch, name), both)
+        alone_T = torch.cat([getattr(verified_alone, name), getattr(prompts_alone, name)])
+        assert torch.equal(getattr(batch, name), alone_T)
     assert batch.num_verified_rows == rows
     assert batch.attention.query_starts_N1[size.first_prompt] == rows
-    named, sampled = padded.named, padded.sampled().columns
+    named, sampled = padded.named, both.planned.columns
     next_ids = [token for plan in prompts for token in (*plan.token_ids[1:], plan.next_id)]
     assert named["next_ids"][rows:].tolist() == next_ids + [0] * num_spare_rows
     ends = np.cumsum([plan.end - plan.start for plan in prompts]) + rows - 1
@@ -249,10 +250,10 @@ def tables_of(padded: PaddedStep) -> VerificationTables:
 def test_all_rows_of_an_empty_step_are_the_fillers() -> None:
     size = StepSize(3, draft_tokens=2, log_tokens=4)
     padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
-    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host_of([]))
+    fill_buffer(size, padded.buffer_I.numpy(), None)
     table_NM = torch.zeros(4, 2, dtype=torch.int32)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(table_NM, 128, kernels, tables_of(padded)).step
+    batch = padded.batch([table_NM], 128, kernels, tables_of(padded)).step
     assert batch.attention.query_starts_N1.tolist() == [0, 0, 0, 0, 9]
     assert batch.attention.context_lens_N.tolist() == [0, 0, 0, 9]
     assert batch.positions_T.tolist() == list(range(9))
@@ -336,11 +337,11 @@ def test_single_rows_write_where_there_is_room(num_wanted: int) -> None:
     padded, _ = filled(StepSize(4, draft_tokens=DEPTH, log_tokens=DEPTH), host_of(plans))
     table_NM = torch.arange(10).to(torch.int32).view(5, 2)
     kernels = reference_kernels([locate_rows, insert_logged])
-    batch = padded.batch(table_NM, 128, kernels, tables_of(padded)).step
+    batch = padded.batch([table_NM], 128, kernels, tables_of(padded))
     last = LastStep.empty(4, DEPTH, torch.device("cpu"))
     tokens_T = torch.zeros(padded.size.num_rows, dtype=torch.int64)
-    accepted = accept_drafts.reference(padded.sampled(), padded.named["verdicts"], tokens_T, last, table_NM, DEPTH)
-    single = single_rows(batch, accepted, 0, torch.arange(5), torch.arange(4))
+    accepted = accept_drafts.reference(batch.planned, padded.named["verdicts"], tokens_T, last, table_NM, DEPTH)
+    single = single_rows(batch.step, accepted, 0, torch.arange(5), torch.arange(4))
     is_wanted = num_wanted > 1
     position_N = torch.tensor([62, 63, 64, 65]) + is_wanted
     assert single.positions_T.tolist() == position_N.tolist()

@@ -112,7 +112,7 @@ class EagerGraphs(StepGraphs):
                 start=named["start"][n],
                 end=named["start"][n] + num_rows,
                 token_ids=tuple(named["token_ids"][starts[n] : starts[n + 1]]),
-                block_table=step.block_table_NM[n].numpy().tobytes(),
+                block_table=step.block_tables[0][n].numpy().tobytes(),
                 window_blocks=window_blocks_of(step, n),
                 kv_start=named["kv_start"][n],
                 state_src=SlotId(named["state_src"][n]),
@@ -134,8 +134,8 @@ class EagerGraphs(StepGraphs):
         if size.takes_pictures:
             batch = replace(batch, picture_offsets=step.padded.named["picture_offsets"].view(3, -1))
         # Whole tables: further drafts may lie in a block that no row of the step does.
-        attention = replace(batch.attention, block_table_NM=step.block_table_NM[kept])
-        attention.gathers[PADDED_TABLE] = step.block_table_NM
+        attention = replace(batch.attention, block_table_NM=step.block_tables[0][kept])
+        attention.gathers[PADDED_TABLE] = step.block_tables[0]
         return replace(batch, attention=attention)
 
     def hidden(self, batch: StepBatch, compute: Callable[[StepBatch], Tensor]) -> Tensor:
@@ -172,7 +172,7 @@ class EagerGraphs(StepGraphs):
                     start=named["start"][n],
                     end=named["end"][n],
                     token_ids=tuple(named["token_ids"][first:end]),
-                    block_table=captured.block_table_NM[n].numpy().tobytes(),
+                    block_table=captured.block_tables[0][n].numpy().tobytes(),
                     window_blocks=window_blocks_of(captured, n),
                     kv_start=named["kv_start"][n],
                     state_src=SlotId(named["state_src"][n]),
@@ -206,7 +206,7 @@ class EagerGraphs(StepGraphs):
 
 def window_blocks_of(step: CapturedStep, index: int) -> tuple[bytes, ...]:
     """Return the window blocks of one of a captured step's sequences."""
-    return tuple(array("i", [0, *table.table_NM[index].tolist()]).tobytes() for table in step.window_tables)
+    return tuple(array("i", [0, *table_NM[index].tolist()]).tobytes() for table_NM in step.block_tables[1:])
 
 
 def cuts_of(step: CapturedStep, index: int) -> tuple[tuple[int, SlotId], ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strandline.device.batches.batch import HostBatch, build_host_batch, to_device
-from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_buffer
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, PendingToken, RequestId, SlotId
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import reference_kernels
@@ -107,15 +107,15 @@ def make_step(size: StepSize) -> Step:
     host = build_host_batch(sequences, num_decodes)
     padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64))
     assert size.has_room_for(host)
-    fill_parts(size, named_parts(size, padded.buffer_I.numpy()), host)
+    fill_buffer(size, padded.buffer_I.numpy(), host)
     table_NM = torch.zeros(size.num_sequences, max(8, size.num_blocks(256)), dtype=torch.int32)
-    for number, row in zip(places_of(host, size), torch.from_numpy(host.block_table_NM), strict=True):
+    for number, row in zip(places_of(host, size), torch.from_numpy(host.block_tables[0]), strict=True):
         table_NM[number, : len(row)] = row
     # What is left of an earlier, longer step is not read.
-    table_NM[places_of(host, size), host.block_table_NM.shape[1] :] = next_block
+    table_NM[places_of(host, size), host.block_tables[0].shape[1] :] = next_block
     kernels = reference_kernels([locate_rows])
     plain = to_device(host, torch.device("cpu"), kernels).step
-    return Step(host, plain, padded.batch(table_NM, 256, kernels).step, size)
+    return Step(host, plain, padded.batch([table_NM], 256, kernels).step, size)
 
 
 def make_slots(step: Step, *shape: int) -> Tensor:
@@ -231,7 +231,7 @@ def test_attention_gives_the_same(size: StepSize) -> None:
     k_BPGD, v_BPGD = torch.full((2, 20, BLOCK_TOKENS, 1, 16), torch.nan)
     for memory in (k_BPGD, v_BPGD):
         memory[0] = 0
-        for row, end in zip(step.host.block_table_NM, step.host.columns.end, strict=True):
+        for row, end in zip(step.host.block_tables[0], step.host.columns.end, strict=True):
             for position in range(end):
                 memory[row[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = torch.randn(1, 16)
 
@@ -255,7 +255,7 @@ def test_indexed_attention_gives_the_same(size: StepSize) -> None:
     latent_BPD, index_BPX = (torch.full((20, BLOCK_TOKENS, channels), torch.nan) for channels in (16, 32))
     for memory in (latent_BPD, index_BPX):
         memory[0] = 0
-        for row, end in zip(step.host.block_table_NM, step.host.columns.end, strict=True):
+        for row, end in zip(step.host.block_tables[0], step.host.columns.end, strict=True):
             for position in range(end):
                 memory[row[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = torch.randn(memory.shape[-1])
     num_tokens = len(step.host.token_ids_T)

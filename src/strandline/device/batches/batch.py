@@ -7,7 +7,7 @@ data of each sequence is passed in ``SequenceColumns``; the values for each row 
 Shape suffixes as in ``kernels/batch.py``; D decodes, F columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -20,7 +20,7 @@ from torch import Tensor
 from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.batches.pending import PendingRows
 from strandline.device.batches.picture_rows import rotary_offsets
-from strandline.device.hardware.upload import upload_groups
+from strandline.device.hardware.upload import upload_together
 from strandline.ids import NO_TOKEN, NULL_SLOT
 from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
 from strandline.kernels.binding import Kernels
@@ -54,22 +54,23 @@ class HostBatch:
     """``StepBatch.picture_offsets``, flat; None: all rows are of text."""
     adapter_slots_N: np.ndarray | None = None
     """The slot of each sequence's adapter; None: no sequence has one."""
+    verdicts: Sequence[int] = ()
+    """A ``Verdict`` for each row of a padded step that verifies drafts; empty: none is forced."""
 
     @cached_property
-    def block_table_NM(self) -> np.ndarray:
-        """All blocks of the sequences, int32, with the null block after them: how far a step reads may be unknown."""
+    def block_tables(self) -> tuple[np.ndarray, ...]:
+        """``block_table_NM``, and for each size of windows ``window_table_NM``, int32.
+
+        The first has all blocks of the sequences, with the null block after them: how far a step reads may be unknown.
+        The others have window blocks by their index, with the null block for those passed.
+        """
         tables = [np.frombuffer(sequence.block_table, dtype=np.int32) for sequence in self.sequences]
         table_NM = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         for row, blocks in enumerate(tables):
             table_NM[row, : len(blocks)] = blocks
-        return table_NM
-
-    @cached_property
-    def window_tables(self) -> tuple[np.ndarray, ...]:
-        """For each size of windows, ``window_table_NM``: the window blocks of the sequences by their index, int32, with
-        the null block for those passed."""
         sizes = zip(*(sequence.window_blocks for sequence in self.sequences), strict=True)
-        return tuple(_window_table([np.frombuffer(blocks, dtype=np.int32) for blocks in windows]) for windows in sizes)
+        windows = [[np.frombuffer(blocks, dtype=np.int32) for blocks in windows] for windows in sizes]
+        return table_NM, *map(_window_table, windows)
 
     @property
     def adapter_slots_T(self) -> np.ndarray:
@@ -164,6 +165,7 @@ class DeviceBatch:
 
     step: StepBatch
     planned: PlannedStep
+    """The sequences that tokens are chosen after, as kernels complete them and count their drafts."""
     stored: Sequence[tuple[Tensor, Tensor]]
     """Rows whose final hidden states are stored, and the slots that take them; int64."""
     tiled: TiledRows | None
@@ -220,7 +222,7 @@ def fold_batch(folds: Sequence[FoldLog], device: torch.device, kernels: Kernels,
     none = logged[:0]
     replay = HostReplay(none, logged, np.concatenate(entries), none, none)
     chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
-    [slots_N], columns, replayed = upload_groups([[slots], chunks.columns, replay], device)
+    [slots_N], columns, replayed = _upload_groups([[slots], chunks.columns, replay], device)
     rerun = replay.with_tensors(replayed, kernels)
     recurrent = RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, rerun)
     nothing = slots_N[:0]
@@ -273,19 +275,19 @@ def to_device(
     of_sequences = host.columns._replace(state_dst=state_dst)
     offsets = () if host.picture_offsets is None else host.picture_offsets
     tiles = () if host.adapter_slots_N is None else tile_rows(host.adapter_slots_T)
-    whole, sequences, chunk_columns, windows, replayed, tiled, others_T = upload_groups(
+    whole, sequences, chunk_columns, tables, replayed, tiled, others_T = _upload_groups(
         [
-            (host.token_ids_T, host.query_starts_N1, host.cut_rows_C, offsets, host.block_table_NM),
+            (host.token_ids_T, host.query_starts_N1, host.cut_rows_C, offsets),
             of_sequences,
             host.chunks.columns,
-            host.window_tables,
+            host.block_tables,
             host.replay or (),
             tiles,
             others,
         ],
         device,
     )
-    token_ids_T, query_starts_N1, cut_rows_C, offsets_3T, table_NM = whole
+    token_ids_T, query_starts_N1, cut_rows_C, offsets_3T = whole
     columns: SequenceColumns[Tensor] = SequenceColumns(*sequences)
     planned = PlannedStep(token_ids_T, query_starts_N1, columns)
     lengths = HostLengths(
@@ -294,7 +296,7 @@ def to_device(
         is_all_written=bool((host.columns.start >= host.columns.kv_start).all()),
         most_rows=host.most_prefill_rows if host.chunks.is_short else None,
     )
-    rows, attention = address_rows(planned, [table_NM, *windows], kernels, lengths)
+    rows, attention = address_rows(planned, tables, kernels, lengths)
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(chunk_columns)
     replay = None if host.replay is None else host.replay.with_tensors(replayed, kernels)
@@ -306,6 +308,14 @@ def to_device(
     if any(host.chunks.cut_slots):
         stored.append((cut_rows_C, chunks.cut_slots_C))
     return DeviceBatch(step, planned, stored, TiledRows(*tiled) if tiles else None, others_T)
+
+
+def _upload_groups(
+    groups: Sequence[Sequence[Sequence[int] | np.ndarray]], device: torch.device
+) -> Iterator[list[Tensor]]:
+    """Return groups of arrays on the device, by a single copy of all."""
+    tensors = iter(upload_together([values for group in groups for values in group], device))
+    return ([next(tensors) for _ in group] for group in groups)
 
 
 def address_rows(

@@ -27,7 +27,14 @@ import numpy as np
 from torch import Tensor
 
 from strandline.device.batches.adapter_tiles import most_tiles, tile_rows
-from strandline.device.batches.batch import DeviceBatch, HostBatch, HostLengths, HostReplay, address_rows
+from strandline.device.batches.batch import (
+    DeviceBatch,
+    HostBatch,
+    HostLengths,
+    HostReplay,
+    address_rows,
+    build_host_batch,
+)
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
@@ -142,17 +149,16 @@ class StepSize:
         if not num_prompts:
             return True
         num_free_rows = self.num_prompt_rows - host.num_prompt_rows
-        if host.replay is not None or num_prompts > MAX_PROMPTS or num_free_rows < 0:
+        if num_prompts > MAX_PROMPTS or num_free_rows < 0 or host.columns.log[host.num_decodes :].any():
             return False
         return len(host.chunks.starts) + -(-num_free_rows // CHUNK_TOKENS) < self.num_chunks
 
-    def sequence_indices(self, host: HostBatch) -> list[int]:
-        """Return the index that each sequence of a step has in the padded one."""
-        return [*range(host.num_decodes), *range(self.first_prompt, self.first_prompt + host.num_prompts)]
-
-    def gap(self, host: HostBatch) -> int:
-        """Return how many free rows there are between those of decodes and of prompts."""
-        return self.num_decode_rows - host.num_decode_rows
+    def address_sequences(self, host: HostBatch) -> tuple[list[int], list[int]]:
+        """Return the first row of each sequence of a step in the padded one, and its index there."""
+        starts_N = host.query_starts_N1[:-1].copy()
+        starts_N[host.num_decodes :] += self.num_decode_rows - host.num_decode_rows
+        prompts = range(self.first_prompt, self.first_prompt + host.num_prompts)
+        return starts_N.tolist(), [*range(host.num_decodes), *prompts]
 
     @property
     def num_integers(self) -> int:
@@ -194,7 +200,7 @@ class PaddedStep:
     """A step whose integers are in a buffer on the device. The filler of the last rows is the last sequence.
 
     Args:
-        buffer_I: filled by ``fill_parts`` and completed by the device, whenever the step is computed.
+        buffer_I: filled by ``fill_buffer`` and completed by the device, whenever the step is computed.
     """
 
     def __init__(self, size: StepSize, buffer_I: Tensor) -> None:
@@ -221,17 +227,12 @@ class PaddedStep:
             parts.append(PlannedStep(tokens_T, starts_N1[size.first_prompt :], prompts))
         return parts
 
-    def sampled(self) -> PlannedStep:
-        """Return what tokens are chosen after, in a step with drafts: all but the last filler."""
-        return self.planned(slice(-1))
-
     def batch(
         self,
-        block_table_NM: Tensor,
+        block_tables: Sequence[Tensor],
         max_context: int,
         kernels: Kernels,
         tables: VerificationTables | None = None,
-        window_tables: Sequence[Tensor] = (),
     ) -> DeviceBatch:
         """Return the step as a model computes it; its rows' positions and blocks are computed on the device.
 
@@ -239,9 +240,9 @@ class PaddedStep:
         not for those that loop over sequences.
 
         Args:
+            block_tables: as of ``HostBatch.block_tables``, with rows of all sequences.
             max_context: longest context of a sequence, in tokens.
             tables: made of the same integers; None: the step has no drafts.
-            window_tables: ``window_table_NM`` of each size of windows.
         """
         size, named, planned = self.size, self.named, self.planned()
         columns = planned.columns
@@ -252,8 +253,7 @@ class PaddedStep:
             (min(TYPICAL_CONTEXT_TOKENS, max_context),) * size.num_sequences,
             is_padded=True,
         )
-        tables_NM = [block_table_NM, *window_tables]
-        rows, attention = address_rows(planned, tables_NM, kernels, lengths, are_single=not size.has_filler)
+        rows, attention = address_rows(planned, block_tables, kernels, lengths, are_single=not size.has_filler)
         offsets_3T = named["picture_offsets"].view(3, -1) if size.takes_pictures else None
         whole = partial(
             StepBatch,
@@ -281,7 +281,9 @@ class PaddedStep:
                 num_verified_rows=size.num_decode_rows,
             )
         tiled = TiledRows(*(named[name] for name in ADAPTER_COLUMNS)) if size.num_adapters else None
-        return DeviceBatch(step, planned, self._stored(columns), tiled)
+        # Tokens are chosen after all sequences but, with drafts, the last filler.
+        chosen_after = self.planned(slice(-1)) if size.has_drafts else planned
+        return DeviceBatch(step, chosen_after, self._stored(columns), tiled)
 
     def _stored(self, columns: SequenceColumns[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return the rows whose hidden states are stored: of sequences' ends, before drafts, and of cuts."""
@@ -333,8 +335,19 @@ class PaddedStep:
         return RecurrentBatch(columns.state_src[: size.first_prompt], tables.state_dst, chunks, replay=replay)
 
 
-def fill_parts(size: StepSize, named: dict[str, np.ndarray], host: HostBatch) -> None:
-    """Write a step that there is room for into a buffer of zeros."""
+def fill_buffer(size: StepSize, buffer_I: np.ndarray, host: HostBatch | None, results_address: int = 0) -> None:
+    """Write a step that there is room for into a buffer of zeros.
+
+    Args:
+        host: None: without drafts, all integers of the step are zeros; with drafts, it has no sequence.
+        results_address: memory on the host for what graphs store there.
+    """
+    named = named_parts(size, buffer_I)
+    named["results_address"][:] = results_address
+    if host is None:
+        if not size.has_drafts:
+            return
+        host = build_host_batch([], 0)
     num_decodes, num_rows = host.num_decodes, host.num_decode_rows
     named["token_ids"][:num_rows] = host.token_ids_T[:num_rows]
     for name, column in zip(SequenceColumns._fields, host.columns, strict=True):
@@ -346,6 +359,7 @@ def fill_parts(size: StepSize, named: dict[str, np.ndarray], host: HostBatch) ->
         starts[num_decodes + 1 : size.first_prompt] = num_rows
         starts[size.first_prompt] = size.num_decode_rows
         named["end"][size.num_decodes] = size.num_decode_rows - num_rows
+        named["verdicts"][: len(host.verdicts)] = host.verdicts
     else:
         starts[: size.num_decodes + 1] = np.arange(size.num_decodes + 1)
     if size.num_prompts:
@@ -368,13 +382,13 @@ def fill_parts(size: StepSize, named: dict[str, np.ndarray], host: HostBatch) ->
 def _fill_prompts(size: StepSize, named: dict[str, np.ndarray], host: HostBatch) -> None:
     """Write the tokens of prompts, where these and their chunks begin, and the filler."""
     num_decodes, num_rows = host.num_decodes, host.num_prompt_rows
-    num_prompts = host.num_prompts
+    num_prompts, num_free_rows = host.num_prompts, size.num_decode_rows - host.num_decode_rows
     named["token_ids"][size.num_decode_rows :][:num_rows] = host.token_ids_T[host.num_decode_rows :]
     if size.has_drafts:
         named["next_ids"][size.num_decode_rows :][:num_rows] = host.next_ids_T
-    named["last_row"][size.first_prompt :][:num_prompts] += size.gap(host)
+    named["last_row"][size.first_prompt :][:num_prompts] += num_free_rows
     starts = named["query_starts"][size.first_prompt :]
-    starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + size.gap(host)
+    starts[: num_prompts + 1] = host.query_starts_N1[num_decodes:] + num_free_rows
     starts[num_prompts + 1 : -1] = size.num_decode_rows + num_rows
     starts[-1] = size.num_rows
     named["end"][-1] = size.num_prompt_rows - num_rows
@@ -392,7 +406,7 @@ def _fill_prompts(size: StepSize, named: dict[str, np.ndarray], host: HostBatch)
     named["lengths"][:num_chunks] = chunks.lengths
     named["lengths"][num_chunks:end] = np.minimum(size.num_prompt_rows - filler, CHUNK_TOKENS)
     named["cut_slots"][:num_chunks] = chunks.cut_slots
-    named["cut_rows"][:num_chunks] = host.cut_rows_C + size.gap(host)
+    named["cut_rows"][:num_chunks] = host.cut_rows_C + num_free_rows
 
 
 def room_of(num_sequences: int, num_rows: int) -> tuple[int, ...]:

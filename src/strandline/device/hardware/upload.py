@@ -3,7 +3,7 @@
 On a GPU everything passes through pinned memory; the caching allocator behind it keeps a buffer until its copy is done.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -34,14 +34,6 @@ def upload_together(values: Sequence[Sequence[int] | np.ndarray], device: torch.
         host[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     together = pinned.to(device, non_blocking=True)
     return [_part(together, start // 8, array) for start, array in zip(starts, arrays, strict=False)]
-
-
-def upload_groups(
-    groups: Sequence[Sequence[Sequence[int] | np.ndarray]], device: torch.device
-) -> Iterator[list[Tensor]]:
-    """Return groups of arrays on the device, by a single copy of all."""
-    tensors = iter(upload_together([values for group in groups for values in group], device))
-    return ([next(tensors) for _ in group] for group in groups)
 
 
 def _part(together: Tensor, first: int, array: np.ndarray) -> Tensor:

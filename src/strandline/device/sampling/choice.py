@@ -95,19 +95,6 @@ class Chosen:
             {request_id: text for part in parts.values() for request_id, text in part.failures.items()},
         )
 
-    def compare(self) -> list[list[int]]:
-        """Take the tokens as far as drafts agree, and return them. Waits for the device, unless the host knows them."""
-        if self.token_ids is None:
-            tokens = self.tokens_R.tolist()
-            self.token_ids = [self._compared(each, tokens[each.first_row :]) for each in self.candidates]
-        return self.token_ids
-
-    def _compared(self, each: Candidates, tokens: Sequence[int]) -> list[int]:
-        taken = list[int]()
-        while each.take(taken, tokens[len(taken)]):
-            each.state.num_sampled += 1
-        return taken
-
     def fetch(self) -> None:
         """Begin to copy to the host what it does not know."""
         if self.token_ids is None and self.host_tokens_R is None:
@@ -116,20 +103,33 @@ class Chosen:
             self.num_accepted_N = download(self.num_accepted_N)
 
     def read(self) -> list[list[int]]:
-        """Return each sequence's tokens, which have been fetched. The device must be done."""
-        if self.token_ids is None and self.host_tokens_R is not None:
-            tokens = self.host_tokens_R.tolist()
+        """Return each sequence's tokens, as far as its drafts agree. Waits for the device, unless they have been
+        fetched: then it must be done."""
+        if self.token_ids is None:
+            tokens = (self.tokens_R if self.host_tokens_R is None else self.host_tokens_R).tolist()
             accepted: list[int] = [] if self.num_accepted_N is None else self.num_accepted_N.tolist()
             accepted += [0] * (len(self.candidates) - len(accepted))
             self.token_ids = []
-            for (_, state, _, row, _), num_accepted in zip(self.candidates, accepted, strict=True):
-                taken = tokens[row : row + num_accepted + 1]
-                state.num_sampled += num_accepted
-                for token in taken:
-                    if token != NO_TOKEN:
-                        state.append(token)
+            for each, num_accepted in zip(self.candidates, accepted, strict=True):
+                _, state, draft_ids, row, _ = each
+                if draft_ids and self.num_accepted_N is None:
+                    taken = _compared(each, tokens[row:])
+                else:
+                    taken = tokens[row : row + num_accepted + 1]
+                    state.num_sampled += num_accepted
+                    for token in taken:
+                        if token != NO_TOKEN:
+                            state.append(token)
                 self.token_ids.append(taken)
-        return self.token_ids or []
+        return self.token_ids
+
+
+def _compared(each: Candidates, tokens: Sequence[int]) -> list[int]:
+    """Take chosen tokens as far as the drafts before them agree."""
+    taken = list[int]()
+    while each.take(taken, tokens[len(taken)]):
+        each.state.num_sampled += 1
+    return taken
 
 
 def choose(

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from strandline.device.batches.batch import DeviceBatch, HostBatch, build_host_batch
-from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_parts, named_parts
+from strandline.device.batches.batch import DeviceBatch, HostBatch
+from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_buffer
 from strandline.device.batches.prompt_room import is_prefix_long
 from strandline.device.hardware.upload import UploadedTable, upload_together
 from strandline.device.sampling.choice import Chosen
@@ -80,23 +80,19 @@ class CapturedStep:
     """A step of one size: its inputs, the graphs, their outputs. The next replay overwrites all of them.
 
     Args:
+        tables: take ``HostBatch.block_tables``; other steps may share them.
         pinned: takes what the device may still read or write.
     """
 
     def __init__(
-        self,
-        size: StepSize,
-        block_table: UploadedTable,
-        window_tables: Sequence[UploadedTable],
-        kernels: Kernels,
-        pinned: deque[Tensor],
+        self, size: StepSize, tables: Sequence[UploadedTable], kernels: Kernels, pinned: deque[Tensor]
     ) -> None:
-        self._fetch, self._pinned = kernels[fetch_integers], pinned
-        device = block_table.table_NM.device
+        self._fetch, self._tables, self._pinned = kernels[fetch_integers], tables, pinned
+        device = tables[0].table_NM.device
         self.padded = PaddedStep(size, torch.zeros(size.num_integers, dtype=torch.int64, device=device))
-        self.block_table, self.block_table_NM = block_table, block_table.table_NM[: size.num_sequences]
-        self.window_tables = window_tables
-        """For each size of windows."""
+        self.block_tables = [table.table_NM[: size.num_sequences] for table in tables]
+        self._num_decodes = 0
+        """Those of the step that is replayed."""
         self.graph: Graph
         self.tail: Graph | None = None
         """None: nothing needs the tokens."""
@@ -115,17 +111,13 @@ class CapturedStep:
             self.single_starts_N1 = torch.arange(num_sampled + 1, device=device)
             """Where rows begin in a step of one token of each sequence."""
 
-    def replay(self, host: HostBatch, verdicts: Sequence[int] = ()) -> Tensor:
-        """Compute a step that there is room for, up to the choice of tokens; return its final hidden states.
-
-        Args:
-            verdicts: with drafts, a ``Verdict`` for each row; empty: none is forced.
-        """
-        self.upload(host, verdicts)
+    def replay(self, host: HostBatch) -> Tensor:
+        """Compute a step that there is room for, up to the choice of tokens; return its final hidden states."""
+        self.upload(host)
         self.graph.replay()
         return self.hidden_TE
 
-    def upload(self, host: HostBatch | None, verdicts: Sequence[int] = ()) -> None:
+    def upload(self, host: HostBatch | None) -> None:
         """Upload integers and block tables; None: those of no sequence.
 
         Integers and tokens are moved by kernels, since a copy before and one after a graph take 15 µs on an H200.
@@ -133,31 +125,19 @@ class CapturedStep:
         size, buffer_I = self.padded.size, self.padded.buffer_I
         pinned_I = torch.zeros(len(buffer_I) + size.num_results, dtype=torch.int64, pin_memory=buffer_I.is_cuda)
         integers_I, self.host_results_I = pinned_I[: len(buffer_I)], pinned_I[len(buffer_I) :]
-        named = named_parts(size, integers_I.numpy())
-        if host is not None:
-            fill_parts(size, named, host)
-        elif size.has_drafts:
-            fill_parts(size, named, build_host_batch([], 0))
-        if verdicts:
-            named["verdicts"][: len(verdicts)] = verdicts
-        if size.num_results:
-            named["results_address"][:] = self.host_results_I.data_ptr()
+        fill_buffer(size, integers_I.numpy(), host, self.host_results_I.data_ptr())
         self._pinned.append(pinned_I)
         self._fetch(integers_I, buffer_I)
         if host is None:
             return
-        num_decodes, tables = host.num_decodes, (self.block_table, *self.window_tables)
-        for table, rows_NM in zip(tables, (host.block_table_NM, *host.window_tables), strict=False):
-            table.write(rows_NM[:num_decodes])
+        self._num_decodes = host.num_decodes
+        for table, rows_NM in zip(self._tables, host.block_tables, strict=False):
+            table.write(rows_NM[: host.num_decodes])
             if size.num_prompts:
-                table.write(rows_NM[num_decodes:], size.first_prompt)
+                table.write(rows_NM[host.num_decodes :], size.first_prompt)
 
-    def finish(self, chosen: Chosen, num_decodes: int) -> None:
-        """Replay what needs the tokens that were chosen, if anything does; with drafts, say which of them count.
-
-        Args:
-            num_decodes: sequences that verify drafts, if they do.
-        """
+    def finish(self, chosen: Chosen) -> None:
+        """Replay what needs the tokens that were chosen, if anything does; with drafts, say which of them count."""
         size = self.padded.size
         if size.has_drafts:
             self._take(chosen)
@@ -165,10 +145,10 @@ class CapturedStep:
             self.tail.replay()
         if not size.has_drafts:
             return
-        chosen.tokens_R, chosen.num_accepted_N = self.tokens_T[chosen.rows], self.num_accepted_N[:num_decodes]
+        chosen.tokens_R, chosen.num_accepted_N = self.tokens_T[chosen.rows], self.num_accepted_N[: self._num_decodes]
         if size.num_results and isinstance(chosen.rows, slice):
             chosen.host_tokens_R = self.host_results_I[chosen.rows]
-            chosen.num_accepted_N = self.host_results_I[size.num_rows :][:num_decodes]
+            chosen.num_accepted_N = self.host_results_I[size.num_rows :][: self._num_decodes]
 
     @property
     def next_drafts_ND(self) -> Tensor:
@@ -225,8 +205,8 @@ class StepGraphs:
         captured, pinned = list[CapturedStep](), deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
-            block_table, *window_tables = (self._table(size, lifetime) for lifetime in self._arena.spec.lifetimes)
-            step = CapturedStep(size, block_table, window_tables, self._kernels, pinned)
+            tables = [self._table(size, lifetime) for lifetime in self._arena.spec.lifetimes]
+            step = CapturedStep(size, tables, self._kernels, pinned)
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
             step.upload(None)
@@ -283,9 +263,7 @@ class StepGraphs:
             self._kernels[hand_over_tokens](tokens_N, last.tokens_P, step.padded.named["results_address"])
 
     def _batch(self, step: CapturedStep, tables: VerificationTables | None) -> DeviceBatch:
-        window_tables = [table.table_NM[: step.padded.size.num_sequences] for table in step.window_tables]
-        tables_NM = (step.block_table_NM, self._max_model_len, self._kernels, tables, window_tables)
-        return step.padded.batch(*tables_NM)
+        return step.padded.batch(step.block_tables, self._max_model_len, self._kernels, tables)
 
     def _keep(self, step: CapturedStep, drafter: StepDrafter) -> None:
         """Store what the drafter keeps of decodes."""
@@ -293,8 +271,8 @@ class StepGraphs:
 
     def _verify(self, step: CapturedStep) -> None:
         """Count the drafts that agree, and draft for the next step."""
-        num_drafts, last, table_NM = step.padded.size.draft_tokens, self._last, step.block_table_NM
-        sampled, verdicts_T = step.padded.sampled(), step.padded.named["verdicts"]
+        num_drafts, last, table_NM = step.padded.size.draft_tokens, self._last, step.block_tables[0]
+        sampled, verdicts_T = step.batch.planned, step.padded.named["verdicts"]
         accepted = self._kernels[accept_drafts](sampled, verdicts_T, step.tokens_T, last, table_NM, num_drafts)
         step.num_accepted_N = accepted.num_accepted_N
         if self._drafter is not None and num_drafts:

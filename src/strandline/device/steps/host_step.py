@@ -5,9 +5,8 @@ Shape suffixes: R rows that tokens are chosen from, N sequences that compute som
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -27,125 +26,86 @@ _IS_DECODE, _IS_VERIFICATION = attrgetter("is_decode"), attrgetter("is_verificat
 
 WORD: Final = 2**64 - 1
 
+Indices = TypeVar("Indices", Sequence[int], Tensor)
 
-class StepIndices(NamedTuple):
-    """What a step picks by index, on the device: int64. Of a step of decodes and their drafts, all are empty."""
 
-    stored_slots: Tensor
+class StepIndices(NamedTuple, Generic[Indices]):
+    """What a step picks by index: lists on the host, int64 on the device. Of a step of decodes and their drafts, all
+    are empty."""
+
+    stored_slots: Indices
     """The slots of the stored hidden states that the step needs."""
-    rows_R: Tensor
-    """The rows of hidden states from which tokens are chosen."""
-    wanted_rows: Tensor
+    rows_R: Indices
+    """The rows of hidden states from which tokens are chosen; empty: all in turn, but for padding."""
+    wanted_rows: Indices
     """The rows of hidden states that requests ask for."""
 
 
-@dataclass(frozen=True)
+class HiddenRows(NamedTuple):
+    """Where hidden states are among those of a step: its final ones, with padding, and then stored ones."""
+
+    first: Mapping[int, int]
+    """The first row of each sequence that computes something, by index in the plan."""
+    stored: Mapping[int, int]
+    """The row of each stored hidden state, by index in the plan: to choose from, or for a drafter."""
+    num_rows: int
+
+    def pick(
+        self,
+        sequences: Sequence[SequencePlan],
+        candidates: Sequence[Candidates],
+        wanted: Sequence[Candidates],
+        *,
+        ends_in_padding: bool,
+    ) -> StepIndices[Sequence[int]]:
+        """Return what a step picks: of each sequence that is sampled a row, and one for each draft.
+
+        Args:
+            wanted: those whose hidden states requests ask for.
+            ends_in_padding: whether rows after those of the candidates are of no sequence.
+        """
+        chosen = list[int]()
+        for index, _, draft_ids, *_ in candidates:
+            num_tokens = sequences[index].end - sequences[index].start
+            end = self.first[index] + num_tokens if num_tokens else self.stored[index] + 1
+            chosen += range(end - 1 - len(draft_ids), end)
+        is_whole = ends_in_padding or len(chosen) == self.num_rows
+        picked = [] if is_whole and chosen == list(range(len(chosen))) else chosen
+        slots = [sequences[index].state_src for index in self.stored]
+        return StepIndices(slots, picked, [chosen[each.first_row] for each in wanted])
+
+
+@dataclass(frozen=True, slots=True)
 class HostStep:
-    """The sequences of a plan, laid out. Rows are those of the step's final hidden states, then stored ones."""
+    """The sequences of a plan, laid out.
+
+    Hidden states come from kernels that are launched one by one, or from a captured step. A step is of one of three
+    kinds, by what finds its tokens then: a captured step of decodes, a captured step that verifies drafts, or launches.
+    """
 
     sequences: Sequence[SequencePlan]
-    order: Sequence[int]
-    """Indices of the sequences that compute something, as in the batch."""
     batch: HostBatch | None
     """None: nothing is computed."""
     captured: CapturedStep | None
     """What is replayed; None: kernels are launched one by one."""
-    stored: Sequence[int]
-    """Indices of the sequences whose stored hidden states are needed: to choose from, or for a drafter."""
+    decodes: CapturedStep | None
+    """The captured step, if it has logits of all rows: every sequence decodes, without drafts."""
+    verification: CapturedStep | None
+    """The captured step, if its tail compares drafts."""
+    is_plain: bool
+    """Whether it computes as if there were no drafts."""
+    is_decoding: bool
+    """Whether every sequence decodes, so that tokens are chosen from all rows."""
     candidates: Sequence[Candidates]
     """Those of the sequences that are sampled, in the plan's order or, if a padded step may verify drafts, the batch's.
     """
     wanted: Sequence[Candidates]
     """The sequences whose hidden states requests ask for: of the prompt's last token."""
-    is_plain: bool
-    """Whether it computes as if there were no drafts."""
-
-    @property
-    def num_decodes(self) -> int:
-        """How many sequences decode, or verify drafts in a padded step."""
-        return 0 if self.batch is None else self.batch.num_decodes
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether every sequence decodes, so that tokens are chosen from all rows."""
-        return self.num_decodes == len(self.sequences) == len(self.candidates)
-
-    @property
-    def verification(self) -> CapturedStep | None:
-        """The captured step, if its tail compares drafts."""
-        return self.captured if self.captured is not None and self.captured.padded.size.has_drafts else None
-
-    @property
-    def captured_decodes(self) -> CapturedStep | None:
-        """The captured step, if it has logits of all rows of a step that decodes without drafts."""
-        return self.captured if self.verification is None and self.is_plain and self.is_decoding else None
-
-    @property
-    def padded_rows(self) -> Mapping[int, int]:
-        """The index that each sequence has in the captured step, by index in the plan."""
-        if self.captured is None or self.batch is None:
-            return {}
-        return dict(zip(self.order, self.captured.padded.size.sequence_indices(self.batch), strict=True))
-
-    @property
-    def sampled_rows(self) -> dict[RequestId, int]:
-        """The row in ``LastStep`` of each request whose next token the step after this may be planned without."""
-        if self.verification is not None:
-            rows = ((self.sequences[index], row) for index, row in self.padded_rows.items())
-            return {sequence.request_id: row for sequence, row in rows if sequence.is_sampled}
-        return {each.state.new.request_id: row for row, each in enumerate(self.candidates)} if self.is_plain else {}
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are computed, padding included."""
-        if self.batch is None or self.captured is None:
-            return 0 if self.batch is None else len(self.batch.token_ids_T)
-        return self.captured.padded.size.num_rows
-
-    @cached_property
-    def first_rows(self) -> Mapping[int, int]:
-        """Where the rows of sequences that compute something begin, by index in the plan."""
-        batch = self.batch
-        if batch is None:
-            return {}
-        starts_N = batch.query_starts_N1[:-1].copy()
-        starts_N[batch.num_decodes :] += 0 if self.captured is None else self.captured.padded.size.gap(batch)
-        return dict(zip(self.order, starts_N.tolist(), strict=True))
-
-    @cached_property
-    def stored_rows(self) -> Mapping[int, int]:
-        """The rows of stored hidden states, by index in the plan."""
-        return {index: self.num_rows + row for row, index in enumerate(self.stored)}
-
-    @cached_property
-    def rows(self) -> list[int]:
-        """The rows from which tokens are chosen: of each sequence that is sampled one, and one for each draft."""
-        rows = list[int]()
-        for index, _, draft_ids, *_ in self.candidates:
-            num_tokens = self.sequences[index].end - self.sequences[index].start
-            end = self.first_rows[index] + num_tokens if num_tokens else self.stored_rows[index] + 1
-            rows += range(end - 1 - len(draft_ids), end)
-        return rows
-
-    @property
-    def is_chosen_from_all(self) -> bool:
-        """Whether tokens are chosen from all rows in turn, but for padding."""
-        num_others = self.num_rows + len(self.stored) - len(self.rows)
-        has_prompts = self.num_decodes < len(self.order)
-        is_whole = num_others == 0 if self.verification is None else not has_prompts
-        return is_whole and self.rows == list(range(len(self.rows)))
-
-    @property
-    def verdicts(self) -> list[int]:
-        """A ``Verdict`` for each row of drafts in a padded step that verifies them; empty: none is forced."""
-        return [] if self.verification is None else [x for each in self.candidates for x in each.verdicts]
-
-    @property
-    def indices(self) -> Sequence[Sequence[int]]:
-        """The ``StepIndices`` on the host."""
-        slots = [self.sequences[index].state_src for index in self.stored]
-        rows = [] if self.is_chosen_from_all else self.rows
-        return slots, rows, [self.rows[each.first_row] for each in self.wanted]
+    rows: HiddenRows
+    indices: StepIndices[Sequence[int]]
+    sampled_rows: Mapping[int, int]
+    """The row in ``LastStep`` of each sequence whose next token the step after this may be planned without, by index in
+    the plan."""
 
 
 class Layout:
@@ -188,24 +148,62 @@ class Layout:
         order, num_decodes = _order(sequences, _IS_VERIFICATION if is_verification else _IS_DECODE)
         in_order = order if is_verification else range(len(sequences))
         candidates = self._candidates(sequences, in_order, self._synthetic_rates if has_drafts else None)
-        stored = [i for i, x in enumerate(sequences) if x.end == x.start or (self._keeps_pairs and x.reads_stored)]
-        batch = None
+        batch = captured = None
         if order:
-            ordered = [sequences[index] for index in order]
-            if is_verification and any(x.log and not x.is_prefill for x in ordered[:num_decodes]):
-                raise EngineError("a step that verifies drafts was planned with a log of decoded tokens")
-            pending = self._pending_rows(ordered, is_verification) if is_pending or is_verification else None
-            batch = build_host_batch(ordered, num_decodes, pending, self._log_tokens)
-            slots_N = self._adapters.begin_step(ordered, self._states)
-            batch = replace(batch, adapter_slots_N=slots_N)
-        captured = None if graphs is None or batch is None else graphs.find(batch, verifies=is_verification)
-        if follows_drafts and (captured is None or not captured.padded.size.has_drafts):
+            ordered, verified = [sequences[index] for index in order], candidates if is_verification else None
+            batch = self._host_batch(ordered, num_decodes, verified, is_pending=is_pending)
+            captured = None if graphs is None else graphs.find(batch, verifies=is_verification)
+            if is_verification and captured is None:
+                # Kernels that are launched one by one take these decodes as prompts.
+                batch, num_decodes = replace(batch, num_decodes=0, num_decode_rows=0), 0
+        verification = captured if is_verification else None
+        if follows_drafts and verification is None:
             raise EngineError("a step was planned before its drafts were known, and no CUDA graph can complete it")
-        if batch is not None and is_verification and captured is None:
-            # Kernels that are launched one by one take these decodes as prompts.
-            batch = replace(batch, num_decodes=0, num_decode_rows=0)
+        is_decoding = num_decodes == len(sequences) == len(candidates)
+        decodes = captured if is_plain and is_decoding and not is_verification else None
+        stored = [i for i, x in enumerate(sequences) if x.end == x.start or (self._keeps_pairs and x.reads_stored)]
+        rows, padded_rows = _find_rows(order, batch, captured, stored)
         wanted = [each for each in candidates if each.state.wants_hidden_state]
-        return HostStep(sequences, order, batch, captured, stored, candidates, wanted, is_plain)
+        ends_in_padding = decodes is not None or (verification is not None and num_decodes == len(order))
+        if verification is not None:
+            sampled_rows = {each.plan_index: padded_rows[each.plan_index] for each in candidates}
+        else:
+            sampled_rows = {each.plan_index: row for row, each in enumerate(candidates)} if is_plain else {}
+        return HostStep(
+            sequences,
+            batch,
+            captured,
+            decodes,
+            verification,
+            is_plain,
+            is_decoding,
+            candidates,
+            wanted,
+            rows,
+            rows.pick(sequences, candidates, wanted, ends_in_padding=ends_in_padding),
+            sampled_rows,
+        )
+
+    def _host_batch(
+        self,
+        ordered: Sequence[SequencePlan],
+        num_decodes: int,
+        verified: Sequence[Candidates] | None,
+        *,
+        is_pending: bool,
+    ) -> HostBatch:
+        """Return the batch of sequences that compute something, decodes first.
+
+        Args:
+            verified: the candidates, if a padded step may verify drafts.
+        """
+        is_verification = verified is not None
+        if is_verification and any(x.log and not x.is_prefill for x in ordered[:num_decodes]):
+            raise EngineError("a step that verifies drafts was planned with a log of decoded tokens")
+        pending = self._pending_rows(ordered, is_verification) if is_pending or is_verification else None
+        batch = build_host_batch(ordered, num_decodes, pending, self._log_tokens)
+        verdicts = [x for each in verified or () for x in each.verdicts]
+        return replace(batch, adapter_slots_N=self._adapters.begin_step(ordered, self._states), verdicts=verdicts)
 
     def _pending_rows(self, ordered: Sequence[SequencePlan], is_verification: bool) -> PendingRows:
         """Return where the last step left pending tokens, and the stop tokens to compare on the device."""
@@ -237,6 +235,26 @@ class Layout:
 def _can_verify(sequences: Sequence[SequencePlan]) -> bool:
     """Whether a padded step can verify drafts of sequences: all compute something."""
     return any(x.is_verification for x in sequences) and all(x.end > x.start for x in sequences)
+
+
+def _find_rows(
+    order: Sequence[int], batch: HostBatch | None, captured: CapturedStep | None, stored: Sequence[int]
+) -> tuple[HiddenRows, Mapping[int, int]]:
+    """Return the rows of a step, and the index of each sequence in the captured one, by index in the plan.
+
+    Args:
+        order: indices in the plan of the sequences of the batch.
+        stored: indices in the plan of sequences whose stored hidden states are needed.
+    """
+    starts, indices, num_rows = list[int](), list[int](), 0
+    if batch is not None and captured is not None:
+        size = captured.padded.size
+        (starts, indices), num_rows = size.address_sequences(batch), size.num_rows
+    elif batch is not None:
+        *starts, num_rows = batch.query_starts_N1.tolist()
+    stored_rows = {index: num_rows + row for row, index in enumerate(stored)}
+    rows = HiddenRows(dict(zip(order, starts, strict=True)), stored_rows, num_rows + len(stored))
+    return rows, dict(zip(order, indices, strict=False))
 
 
 def _order(sequences: Sequence[SequencePlan], is_decode: Callable[[SequencePlan], bool]) -> tuple[list[int], int]:

@@ -41,7 +41,7 @@ def fetch_prompt_logprobs(
     found, failures = list[PromptLogprobs](), dict[RequestId, str]()
     if step.is_decoding:
         return found
-    for index, row in step.first_rows.items():
+    for index, row in step.rows.first.items():
         sequence = step.sequences[index]
         state = states[sequence.request_id]
         prompt = state.new.prompt_ids
