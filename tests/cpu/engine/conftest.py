@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM
+from strandline.cache.tiers import LoadCosts
 from strandline.device import uni_executor
 from strandline.engine.workers import worker_link
 from strandline.env import DEBUG_CACHE
@@ -14,6 +15,7 @@ from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.server.forked import fork_workers, templates
 
 MakeLLM = Callable[..., LLM]
+LOAD_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +27,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm_maker(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> MakeLLM:
     """Build LLMs without a tokenizer; every step checks the cache and poisons freed memory.
 
-    Their memory is not prefaulted: tests use a small part of it.
+    Their memory is not prefaulted: tests use a small part of it. Loads pay and may take their time, however busy the
+    machine is: what is loaded would depend on the time that a load took.
     """
     monkeypatch.setenv(DEBUG_CACHE, "1")
     monkeypatch.setattr(uni_executor, "PREFAULTED_BYTES", 0)
+    monkeypatch.setattr(LoadCosts, "gain_s", lambda *_: float("inf"))
+    monkeypatch.setattr(LoadCosts, "limit_s", lambda *_: LOAD_TIMEOUT_S)
 
     def make(**options: Any) -> LLM:
         settings: dict[str, Any] = {"memory": "8MiB", "skip_tokenizer_init": True, **defaults}

@@ -11,7 +11,6 @@ import pytest
 
 from strandline import LLM
 from strandline.cache.evict_all import evict_all
-from strandline.cache.tiers import LoadCosts
 from strandline.device.stores import lower_stores
 from strandline.errors import ConfigError, EngineError
 from strandline.records.account import Reason
@@ -108,10 +107,9 @@ def test_evicted_prompts_come_back_from_files_after_a_restart(
 
 
 def test_prompts_come_back_from_each_tier_and_after_a_restart(
-    make_llm: MakeLLM, tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    make_llm: MakeLLM, tmp_path: Path, expected: list[list[int]]
 ) -> None:
     """Evict to host memory, from there to the disk, and restart: tokens are equal, and each tier's counters move."""
-    monkeypatch.setattr(LoadCosts, "gain_s", lambda *_: float("inf"))  # every load pays, however busy the machine is
 
     def start() -> LLM:
         return with_disk(make_llm, tmp_path, host_memory=slabs(make_llm(), 10))
@@ -203,10 +201,7 @@ def test_keys_and_values_without_states_are_flushed(
         assert serve(second, PROMPTS[:2]) == (expected, [256, 256])
 
 
-def test_a_flush_writes_what_was_being_loaded(
-    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LoadCosts, "pays", lambda *_: True)
+def test_a_flush_writes_what_was_being_loaded(make_llm: MakeLLM, tmp_path: Path) -> None:
     options = {"disk_cache": str(tmp_path / "cache"), "host_memory": "64MiB"}
     with make_llm(**options) as first:
         answers(first, PROMPTS[:1])

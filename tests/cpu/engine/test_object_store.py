@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from strandline import LLM
-from strandline.cache.tiers import LoadCosts
 from strandline.errors import ConfigError
 from strandline.records.tier_stats import TierStats
 from strandline.transfer.bucket import Bucket
@@ -20,13 +19,6 @@ from tests.cpu.transfer.object_server import delete_objects
 @pytest.fixture
 def expected(make_llm: MakeLLM) -> list[list[int]]:
     return answers(make_llm(enable_prefix_caching=False), PROMPTS)
-
-
-@pytest.fixture(autouse=True)
-def every_load_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is."""
-    monkeypatch.setattr(LoadCosts, "gain_s", lambda *_: float("inf"))
-    monkeypatch.setattr(LoadCosts, "limit_s", lambda *_: 60.0)
 
 
 def objects_of(llm: LLM) -> TierStats:

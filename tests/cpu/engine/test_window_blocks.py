@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
-from strandline.cache.tiers import LoadCosts
 from strandline.device.sizing import slabs_for
 from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
@@ -102,8 +101,7 @@ def check_answers_and_hits(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(params=["lfm3", "inkling", "recurrent_gemma-odd", "gemma3", f"gemma3{TWO_SIZES}"])
 def make_small(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
-    """Build LLMs whose device has room for few prompts, and whose loads pay however busy the machine is."""
-    monkeypatch.setattr(LoadCosts, "pays", lambda *_: True)
+    """Build LLMs whose device has room for few prompts."""
     make_llm = llm_maker(save(request.param, tmp_path, monkeypatch), monkeypatch, device="cpu")
     spec = make_llm(memory="16MiB").engine.core.spec
     assert spec.has_window_blocks
