@@ -45,10 +45,17 @@ def ends(template: str, messages: list[Any], **options: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def used_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     directory = save_tiny_model(tmp_path_factory.mktemp("chat"), vocab_size=CHAT_VOCAB_SIZE)
     chat_tokenizer(PLAIN).save_pretrained(directory)
     return LLM(str(directory), memory="16MiB", device="cpu")
+
+
+@pytest.fixture
+def llm(used_llm: LLM) -> LLM:
+    """An LLM with an empty cache."""
+    assert used_llm.reset_prefix_cache()
+    return used_llm
 
 
 def hits(llm: LLM, messages: list[Any], **options: Any) -> tuple[int, str]:
