@@ -248,7 +248,7 @@ class LLM:
             )
         if not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt must be a string, got {cache_salt!r:.100}")
-        check_text(cache_salt)
+        check_text(cache_salt, "cache_salt")
         self._shared.require_own_process()
         pictures: list[Picture] = []
         if self._pictures is not None:

@@ -36,12 +36,22 @@ def check_length(text: str, max_characters: int | None) -> None:
         )
 
 
-def check_text(text: str) -> None:
-    """Raise a RequestError unless a text is valid Unicode."""
+def check_text(text: str, field: str | None = None) -> None:
+    """Raise a RequestError unless a text, or the request's field that has it, is valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
+        name = field or "the text"
+        raise RequestError(
+            f"{name} is not valid Unicode: {error.reason} at character {error.start}", param=field
+        ) from error
+
+
+def check_texts(**fields: Iterable[str]) -> None:
+    """Raise a RequestError unless all texts of a request's fields are valid Unicode."""
+    for field, texts in fields.items():
+        for text in texts:
+            check_text(text, field)
 
 
 def template_text(tokenizer: Any, chat_template: str | None = None) -> str:

@@ -238,7 +238,7 @@ class Grammars:
             RequestError: it is not a grammar, too long, or may take hours to compile.
         """
         for part in (params.regex, params.grammar, params.after, params.calls):
-            check_text(part or "")
+            check_text(part or "", params.origin)
         start = ["start: @body"] if params.after is None else after_reasoning(params.after, "@body", self.tag)
         if params.calls is not None:
             _check_schemas(params.calls)

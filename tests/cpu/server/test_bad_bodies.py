@@ -127,6 +127,11 @@ def test_it_is_refused_and_the_server_goes_on(
         (COMPLETION, {"logit_bias": {"1": 101}}, "logit_bias"),
         (COMPLETION, {"best_of": 2}, "best_of"),
         (COMPLETION, {"stop": 5}, "stop"),
+        (COMPLETION, {"stop": ["x", "\ud800"]}, "stop"),
+        (COMPLETION, {"bad_words": ["\ud800"]}, "bad_words"),
+        (COMPLETION, {"cache_salt": "\ud800"}, "cache_salt"),
+        (COMPLETION, {"guided_regex": "\ud800"}, "guided_regex"),
+        (CHAT, {"cache_salt": "\ud800"}, "cache_salt"),
         (COMPLETION, {"stream": True, "stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
         (CHAT, {"tool_choice": 5}, "tool_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
@@ -177,7 +182,7 @@ def test_errors_name_the_field_that_was_sent(
     server: ServerProcess, request_of: tuple[str, dict[str, Any]], fields: dict[str, Any], param: str
 ) -> None:
     path, body = request_of
-    answer = server.post(path, **{**body, **fields})
+    answer = http_post(server.url + path, content=dumped({**body, **fields}), headers=JSON)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param

@@ -1,13 +1,16 @@
 """The engine's process ends with the process that started it, and with its workers."""
 
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from threading import Event
 
 import pytest
 
 from strandline.device.uni_executor import UniExecutor
+from strandline.engine.processes import core_process
 from strandline.engine.processes.core_process import interrupted_by
 from strandline.errors import EngineError
 from strandline.text.structured import Grammars
@@ -32,6 +35,38 @@ def test_loading_ends_when_the_lifeline_closes(pipe: tuple[int, int]) -> None:
         pass
     with interrupted_by(lifeline), pytest.raises(SystemExit):
         close_and_wait(writer)
+
+
+def test_exit_arrives_after_callbacks_that_drop_it(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "EXIT_INTERVAL_S", 0.02)
+    lifeline, writer = pipe
+    callback = ctypes.CFUNCTYPE(None)(lambda: close_and_wait(writer))
+
+    def load() -> None:
+        callback()
+        Event().wait(TIMEOUT_S)
+
+    with interrupted_by(lifeline), pytest.raises(SystemExit):
+        load()
+
+
+def test_exit_interrupts_no_cleanup(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "EXIT_INTERVAL_S", 0.02)
+    lifeline, writer = pipe
+    steps = []
+
+    def load() -> None:
+        try:
+            close_and_wait(writer)
+        finally:
+            with suppress(OSError):
+                steps.append(Event().wait(0.1))
+                raise OSError
+            steps.append(Event().wait(0.1))
+
+    with interrupted_by(lifeline), pytest.raises(SystemExit):
+        load()
+    assert len(steps) == 2
 
 
 def close_and_wait(fd: int) -> None:

@@ -332,3 +332,75 @@ def test_parts_are_not_written_to_full_or_lost_connections() -> None:
 
     run_steadily(run())
     assert written == [False, True, False]
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Respond before the body is there."""
+    await send({"type": "http.response.start", "status": 403, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+async def refuse_late(scope: Scope, receive: Receive, send: Send) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await refuse(scope, receive, send)
+
+
+CHUNKED: Final = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n"
+
+
+@pytest.mark.parametrize(
+    ("app", "parts", "status", "reason"),
+    [
+        (short, [b"hello\r\n\r\n"], b"400", "illegal request line"),
+        (short, [b"GET / HTTP/1.1\r\n\r\n"], b"400", "Missing mandatory Host: header"),
+        (short, [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(99)], b"400", "--ssl-certfile"),
+        (short, [REQUEST[:-2] + b"X: " + b"x" * 2**16], b"431", "Receive buffer too long"),
+        (refuse_late, [CHUNKED, b"zz\r\n"], b"400", "illegal chunk header"),
+        (refuse, [CHUNKED, b"zz\r\n"], b"403", "illegal chunk header"),
+    ],
+    ids=["greeting", "no host", "TLS", "large head", "chunk", "chunk after response"],
+)
+def test_malformed_requests_are_answered_and_logged_once(
+    app: ASGIApp, parts: list[bytes], status: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with clients_of(app, TIMEOUT_S) as clients:
+            for _ in range(3):
+                reader, writer = await clients.connect()
+                answer = b""
+                for part in parts:
+                    writer.write(part)
+                    answer += await reader.read(2**16) if app is refuse and not answer else b""
+                answer += await reader.read()
+                assert answer.startswith(b"HTTP/1.1 " + status)
+                assert app is refuse or reason.encode() in answer
+
+    asyncio.run(run())
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "127.0.0.1" in line
+    assert reason in line
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_offers_of_other_protocols_are_ignored(protocol: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with clients_of(short) as clients:
+            reader, writer = await clients.connect()
+            writer.write(REQUEST[:-2] + b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\n\r\n")
+            await read_answer(reader)
+
+    asyncio.run(run())
+    assert not caplog.records
+
+
+def test_head_has_the_response_to_get_without_body() -> None:
+    async def run() -> None:
+        async with clients_of(short) as clients:
+            reader, writer = await clients.connect()
+            writer.write(REQUEST.replace(b"GET", b"HEAD"))
+            assert b"content-length: 4\r\n" in await reader.readuntil(b"\r\n\r\n")
+            writer.write(REQUEST)
+            await read_answer(reader)
+
+    asyncio.run(run())

@@ -11,13 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from select import select
 from threading import Thread, main_thread
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
@@ -67,6 +67,8 @@ from strandline.text.pending_grammars import PendingGrammars
 Socket = zmq.Socket[bytes]
 LOGGER: Final = logging.getLogger(__name__)
 IPC: Final = "ipc://"
+EXIT_INTERVAL_S = 0.5
+"""How long an exit from loading is waited for before it is raised again."""
 LINGER_MS = 2000
 STALLED_MS: Final = 10
 """Longest wait for pictures before other work is looked for."""
@@ -286,16 +288,20 @@ def _remove_socket_file(socket: Socket) -> None:
 def interrupted_by(lifeline: int) -> Iterator[None]:
     """Return a context that raises ``SystemExit`` in the main thread when the lifeline closes, so that its workers end.
 
-    What it waits for may take minutes.
+    What it waits for may take minutes. The exception is raised again until it arrives: callbacks that C code calls,
+    such as those of Numba's compiler, cannot raise it.
     """
     thread_id = main_thread().ident
     assert thread_id is not None
-    signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
+    signal.signal(signal.SIGUSR1, _exit_once)
+    report, sys.unraisablehook = sys.unraisablehook, _report_all_but_exits(sys.unraisablehook)
     reader, writer = os.pipe()
 
     def watch() -> None:
-        if lifeline in select((lifeline, reader), (), ())[0]:
+        readable = select((lifeline, reader), (), ())[0]
+        while reader not in readable:
             signal.pthread_kill(thread_id, signal.SIGUSR1)
+            readable = select((reader,), (), (), EXIT_INTERVAL_S)[0]
 
     watching = Thread(target=watch, daemon=True)
     watching.start()
@@ -305,6 +311,21 @@ def interrupted_by(lifeline: int) -> Iterator[None]:
         os.close(writer)
         watching.join()
         os.close(reader)
+        sys.unraisablehook = report
+
+
+def _exit_once(*_: object) -> None:
+    """Raise ``SystemExit``, unless one is on its way and what it interrupts is cleaning up."""
+    raised = sys.exception()
+    while raised is not None:
+        if isinstance(raised, SystemExit):
+            return
+        raised = raised.__context__
+    sys.exit()
+
+
+def _report_all_but_exits(report: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda error: None if issubclass(error.exc_type, SystemExit) else report(error)
 
 
 def beat_forever(heartbeat: Heartbeat) -> None:

@@ -35,7 +35,7 @@ from strandline.server.engines.request_observers import RequestObserver
 from strandline.server.engines.tenants import CURRENT_TENANT, KEYLESS, Tenant
 from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
 from strandline.text.output_streams import RequestStream
-from strandline.text.prompts import check_text
+from strandline.text.prompts import check_texts
 from strandline.text.remembered_answers import Recollection
 
 LOGGER: Final = logging.getLogger(__name__)
@@ -153,8 +153,7 @@ class EngineClient:
         wanted = params.params
         self.require_room(len(prompts) * wanted.n)
         salt = self.epoch.salt(salt)  # another one may have begun while the prompt was tokenized
-        for text in (salt, *wanted.stop_strings, *(wanted.bad_words or ())):
-            check_text(text)
+        check_texts(cache_salt=[salt], stop=wanted.stop_strings, bad_words=wanted.bad_words or ())
         self._require_room_for_pictures(sum(prompt.num_pixel_bytes for prompt in prompts))
         requests = [self.frontend.check(prompt.token_ids, params, prompt.pictures) for prompt in prompts]
         tenant = CURRENT_TENANT.get()

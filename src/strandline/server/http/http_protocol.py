@@ -5,9 +5,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from strandline.server.http.malformed_requests import FIRST_BYTES, MalformedRequests
 from strandline.server.http.stream_writer import STREAM_WRITER, StreamWriter
 
 LOGGER: Final = logging.getLogger("strandline.server")
@@ -21,18 +23,25 @@ class HttpProtocol(H11Protocol):
     one that does not read the end of a complete response. Between requests, uvicorn's limit for idle connections
     applies. ``BodyTimeout`` limits bodies of requests, and ``ResponseParts`` lets a client read large responses slowly.
 
+    ``HEAD`` has the response to ``GET`` without its body.
+
     Args:
         client_timeout_s: None: no limit.
+        malformed: answers and logs what is not an HTTP request.
     """
 
-    def __init__(self, *, client_timeout_s: float | None, **options: Any) -> None:
+    def __init__(self, *, client_timeout_s: float | None, malformed: MalformedRequests, **options: Any) -> None:
         super().__init__(**options)
         self._client_timeout_s = client_timeout_s
+        self._malformed = malformed
+        self._first_bytes = b""
         self._served, self.app = self.app, self._serve
         self._abort_timer: asyncio.TimerHandle | None = None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn leaves out the body by its own copy of the scope
+        elif scope["http_version"] == "1.1":
             scope[STREAM_WRITER] = self._writer
         await self._served(scope, receive, send)
 
@@ -45,11 +54,22 @@ class HttpProtocol(H11Protocol):
         if self.timeout_keep_alive_task is not None:
             self._abort_later(self.transport.abort)  # the connection was idle
         cycle = self.cycle
+        self._first_bytes = self._first_bytes or data[:FIRST_BYTES]
         super().data_received(data)
         if self.cycle is not cycle:
             self._cancel_abort()  # the head is complete
             if self.flow.write_paused:
                 self._abort_later(self._abort_unread)
+
+    def send_400_response(self, msg: str) -> None:
+        """Close the connection, after an error response if the request has none yet."""
+        response = self._malformed.response_to(self._first_bytes, None if self.client is None else self.client[0])
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in response:
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # what its application sends from now on is dropped
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

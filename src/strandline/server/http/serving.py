@@ -15,6 +15,7 @@ from strandline.server.engines.engine_client import EngineClient
 from strandline.server.http.body_timeout import BodyTimeout
 from strandline.server.http.http_protocol import HttpProtocol
 from strandline.server.http.listener import log_loop_error
+from strandline.server.http.malformed_requests import MalformedRequests, drop_uvicorns_warnings
 from strandline.server.http.response_parts import ResponseParts
 
 LOOK_S: Final = 0.1
@@ -69,7 +70,8 @@ def http_config(app: ASGIApp, client_timeout_s: float | None, tls: ssl.SSLContex
         client_timeout_s: time limit of clients; None: no limit.
         tls: None: plain HTTP.
     """
-    protocol: Any = partial(HttpProtocol, client_timeout_s=client_timeout_s)
+    drop_uvicorns_warnings()
+    protocol: Any = partial(HttpProtocol, client_timeout_s=client_timeout_s, malformed=MalformedRequests())
     return uvicorn.Config(
         BodyTimeout(ResponseParts(app), client_timeout_s),
         http=protocol,

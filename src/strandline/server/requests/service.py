@@ -330,7 +330,7 @@ class Service:
             continue_final_message: as in ``ChatRenderer.render``.
             salt: as in ``ChatRenderer.render``.
         """
-        check_text(salt or "")
+        check_text(salt or "", "cache_salt")
         renderer = self.renderer
         if placeholders is None and (placeholders := self.picture_placeholders()) is not None:
             messages = placeholders.insert(messages, "messages")
