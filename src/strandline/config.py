@@ -16,6 +16,7 @@ from strandline.json_options import read_json_option
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
 from strandline.kv_transfer_config import KVTransferConfig, read_kv_transfer_config
 from strandline.lora_config import LoRAPath, read_lora_path
+from strandline.plain_values import plain
 from strandline.reasoning_config import ReasoningConfig, read_reasoning_config
 from strandline.specs import SNAPSHOT_DTYPES
 from strandline.speculative_config import SpeculativeConfig, read_speculative_config
@@ -408,7 +409,7 @@ class EngineConfig:
             ConfigError: an option is unknown (the message names the nearest), or a value is out of range.
         """
         reject_unknown(options, [field.name for field in fields(cls)])
-        return cls(**options)
+        return cls(**{name: plain(value) for name, value in options.items()})
 
 
 def without_cache(options: Mapping[str, Any]) -> dict[str, Any]:

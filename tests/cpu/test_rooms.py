@@ -24,6 +24,7 @@ VOCABULARY = frozenset(
         "drafter_config",
         "kv_events_config",
         "json_options",
+        "plain_values",
     }
     | {"kv_transfer_config", "reasoning_config", "env", "clock", "gc_policy", "version", "config_fields", "tier_sizes"}
     | {

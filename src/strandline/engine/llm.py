@@ -60,7 +60,7 @@ class LLM:
         '2 + 3 = 5.'
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
         if self.config.kv_transfer is not None:
             raise ConfigError("--kv-transfer-config is for servers: between calls, LLM would not answer other engines")
@@ -70,8 +70,8 @@ class LLM:
                 "--data-parallel-size N' and send it the prompts, or a process with an LLM for each GPU "
                 "(CUDA_VISIBLE_DEVICES)"
             )
-        self._default_params = SamplingParams(**default_sampling_params(find_model(model)))
-        self._pictures = new_loader(self.config, find_model(model))
+        self._default_params = SamplingParams(**default_sampling_params(find_model(self.config.model)))
+        self._pictures = new_loader(self.config, find_model(self.config.model))
         self._prompts = PromptReader(self.get_tokenizer, self._pictures)
         self.engine = load_engine(self.config, progress=True)
         self._names = count()

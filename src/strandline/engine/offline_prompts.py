@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from strandline.errors import RequestError
 from strandline.pictures.loader import PictureLoader, RefusedPictures
+from strandline.plain_values import plain
 from strandline.records.pictures import Picture, PlacedPicture, place_pictures, with_virtual_ids
 from strandline.text.prompts import encode_text
 from strandline.text.remembered_answers import Recollection
@@ -100,8 +101,8 @@ class PromptReader:
             raise RequestError(f"recollection must be what LLM.render returned, got {recollection!r:.100}")
         pictures = prompt.get("pictures", ())
         if prompt.get("multi_modal_data"):
-            token_ids, pictures = self._with_pictures(list(token_ids), loaded)
-        return ParsedPrompt(list(token_ids), text, salt, tuple(marks), recollection, tuple(pictures))
+            token_ids, pictures = self._with_pictures(items_of(token_ids), loaded)
+        return ParsedPrompt(items_of(token_ids), text, salt, tuple(marks), recollection, tuple(pictures))
 
     def _with_pictures(self, token_ids: list[int], loaded: list[Picture]) -> tuple[list[int], list[PlacedPicture]]:
         """Return a prompt with as many tokens for each picture as it has, and where its pictures are."""
@@ -129,6 +130,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def items_of(prompt: Any) -> list[Any]:
     """Return the token ids of a prompt, or the prompts of a list."""
-    if not isinstance(prompt, Iterable):
+    items = plain(prompt)
+    if not isinstance(items, Iterable):
         raise RequestError(f"a prompt must be a string, a list of token ids or a mapping, got {prompt!r:.100}")
-    return list(prompt)
+    return list(items)

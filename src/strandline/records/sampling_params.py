@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 
 from strandline.errors import RequestError
+from strandline.plain_values import plain
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures below this mean greedy decoding."""
@@ -178,6 +179,10 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
+        for name in SETTABLE:
+            given = getattr(self, name)
+            if (value := plain(given)) is not given:
+                object.__setattr__(self, name, value)
         self._check_kinds()
         self._check_token_ids()
         self._check_ranges()
@@ -293,6 +298,10 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _require_integer("logit_bias token", token, 0, None)
             _require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+
+
+SETTABLE: Final = tuple(each.name for each in fields(SamplingParams) if each.init)
+"""Parameters that callers set."""
 
 
 def _check_names(what: str, values: Mapping[str, Any], known: list[str], param: str | None = None) -> None:

@@ -2,15 +2,18 @@
 
 import json
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from strandline import LLM, SamplingParams, env
+from strandline.config import EngineConfig
 from strandline.device import uni_executor
 from strandline.device.hardware import dtypes
 from strandline.device.steps import prompt_logprobs
@@ -48,6 +51,24 @@ def test_prompt_may_be_text_token_ids_or_mapping(llm: LLM) -> None:
     texts = {one(llm, form).text for form in forms}
     assert len(texts) == 1
     assert len(texts.pop()) == 10
+
+
+@pytest.mark.parametrize(
+    "array_of", [np.array, torch.tensor, lambda ids: [*np.array(ids)]], ids=["numpy", "torch", "list"]
+)
+def test_prompts_may_be_arrays_of_token_ids(llm: LLM, array_of: Callable[[list[int]], Any]) -> None:
+    token_ids = llm.get_tokenizer().encode("hello")
+    array = array_of(token_ids)
+    for form in (array, [array], {"prompt_token_ids": array}):
+        [output] = llm.generate(form, GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == token_ids
+        assert set(map(type, output.prompt_token_ids)) == {int}
+
+
+def test_options_may_be_paths_and_numbers_of_numpy() -> None:
+    options = {"model": Path("a/model"), "disk_cache": Path("b"), "max_model_len": np.int64(64)}
+    plain = EngineConfig(model="a/model", disk_cache="b", max_model_len=64)
+    assert EngineConfig.from_options(options) == plain
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -189,6 +210,8 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[0, VOCAB_SIZE]], f"prompt token {VOCAB_SIZE} is not in the vocabulary"),
     ([[-1]], "prompt token -1 is not in the vocabulary"),
     ([[1.5]], "prompt token 1.5"),
+    (np.array([[1.5]]), "prompt token 1.5"),
+    (np.array(5), "a prompt must be a string, a list of token ids or a mapping, got array(5)"),
     ([[1] * 5000], "the prompt is too long: it has 5000 tokens, and the maximum context length of 4096 tokens"),
     (5, "a prompt must be a string, a list of token ids or a mapping, got 5"),
     (["a", 5], "a prompt must be a string, a list of token ids or a mapping, got 5"),
@@ -198,7 +221,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=[str(prompt)[:40] for prompt, _ in BAD_PROMPTS])
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=[repr(prompt)[:40] for prompt, _ in BAD_PROMPTS])
 def test_a_bad_prompt_is_refused_and_other_requests_go_on(llm: LLM, prompt: Any, message: str) -> None:
     llm.engine.add_request("good", [1, 2, 3], GREEDY)
     with pytest.raises(RequestError) as caught:

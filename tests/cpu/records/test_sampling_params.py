@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strandline import SamplingParams
@@ -78,6 +79,20 @@ def test_known_names_are_taken_from_a_mapping() -> None:
     params = SamplingParams.from_mapping({"temperature": 0.5, "stop": "end"})
     assert params == SamplingParams(temperature=0.5, stop="end")
     assert params.stop_strings == ("end",)
+
+
+def test_values_may_be_those_of_numpy() -> None:
+    given: dict[str, Any] = {
+        "temperature": np.float32(0.5),
+        "top_p": np.float64(0.5),
+        "seed": np.int64(3),
+        "ignore_eos": np.bool_(True),
+    }
+    given |= {"stop_token_ids": np.array([1, 2]), "allowed_token_ids": [np.int32(4)], "logit_bias": {np.int64(5): 1.0}}
+    params = SamplingParams(**given)
+    plain: dict[str, Any] = {"temperature": 0.5, "top_p": 0.5, "seed": 3, "ignore_eos": True}
+    plain |= {"stop_token_ids": [1, 2], "allowed_token_ids": [4], "logit_bias": {5: 1.0}}
+    assert repr(params) == repr(SamplingParams(**plain))  # equal values may have other types
 
 
 def test_a_very_low_temperature_is_greedy() -> None:
