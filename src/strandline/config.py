@@ -193,6 +193,8 @@ class EngineConfig:
         _require_choice("device", self.device, DEVICES)
         _require_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
         _require_type("model", self.model, (str,))
+        if not self.model.strip():
+            raise ConfigError("the model's name is empty or blank: the shell variable that it comes from may be unset")
         _require_type("tokenizer", self.tokenizer, (str, NoneType))
         _require_type("async_scheduling", self.async_scheduling, (bool, NoneType))
         _require_type("allowed_local_media_path", self.allowed_local_media_path, (str, NoneType))

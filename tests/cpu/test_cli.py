@@ -180,6 +180,26 @@ def test_eval_shows_progress_and_says_the_dtype_once(
     assert not logging.getLogger("strandline.engine").filters
 
 
+@pytest.mark.parametrize("flag", ["--max-model-len", "--max-num-batched-tokens"])
+@pytest.mark.parametrize(("text", "count"), [("4096", 4096), ("4K", 4096), ("25.6k", 25600), ("1m", 10**6)])
+def test_numbers_of_tokens_end_in_units(flag: str, text: str, count: int) -> None:
+    options = build_parser().parse_args(["generate", flag, text])
+    assert getattr(options, flag[2:].replace("-", "_")) == count
+
+
+@pytest.mark.parametrize("text", ["1e3", "4kB", "0.3", "1.0001k", "", "K", "\u0661K"])
+def test_what_is_no_number_of_tokens_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["generate", "--max-model-len", text])
+    assert "--max-model-len: must be a whole number of tokens, such as 32768, 32K or" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve", ""], ["generate", "--model", " ", "hi"]])
+def test_blank_model_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    assert "the model's name is empty or blank" in capsys.readouterr().err
+
+
 def test_engine_flags_are_vllms_names() -> None:
     flags = build_parser().parse_args(["generate", "hi"]).parser._option_string_actions
     expected = {

@@ -1,8 +1,10 @@
 """The flags of an engine: a field of ``EngineConfig`` each. Importing this file loads no torch."""
 
 import argparse
+import re
 from dataclasses import fields
-from typing import Any
+from decimal import Decimal
+from typing import Any, Final
 
 from strandline.config import (
     CACHE_MODES,
@@ -18,6 +20,22 @@ from strandline.config import (
 from strandline.file_tiers import DISK, OBJECTS
 from strandline.flag_actions import Extend
 from strandline.specs import SNAPSHOT_DTYPES
+
+UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}
+"""Endings of numbers of tokens, as in vLLM."""
+
+
+def token_count(text: str) -> int:
+    """Return a number of tokens, such as ``32768``, ``32K`` or ``25.6k``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a whole number.
+    """
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmKM]?)", text.strip(), re.ASCII)
+    count = Decimal(match[1]) * UNITS[match[2]] if match else Decimal("0.5")
+    if count != int(count):
+        raise argparse.ArgumentTypeError(f"must be a whole number of tokens, such as 32768, 32K or 25.6k; got {text!r}")
+    return int(count)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +55,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     text = "auto: safetensors; dummy: random weights (default: %(default)s)"
     add("--load-format", choices=LOAD_FORMATS, default="auto", help=text)
     text = "maximum length of a request, prompt and output together (default: the model's, as memory allows)"
-    add("--max-model-len", type=int, metavar="TOKENS", help=text)
+    add("--max-model-len", type=token_count, metavar="TOKENS", help=text)
     text = "maximum number of running requests (default: %(default)s)"
     add("--max-num-seqs", type=int, default=256, metavar="N", help=text)
     text = "maximum number of tokens per step (default: 2048, on GPUs 8192)"
-    add("--max-num-batched-tokens", type=int, metavar="TOKENS", help=text)
+    add("--max-num-batched-tokens", type=token_count, metavar="TOKENS", help=text)
     text = "order of requests; fcfs: by arrival; priority: by their field priority first (default: %(default)s)"
     add("--scheduling-policy", choices=SCHEDULING_POLICIES, default="fcfs", help=text)
     text = "tokens per step of each long prefill while others decode; 0: no limit (default: a quarter of a step)"
