@@ -50,6 +50,19 @@ def test_exit_arrives_after_callbacks_that_drop_it(pipe: tuple[int, int], monkey
         load()
 
 
+def test_error_after_a_dropped_exit_is_an_exit(pipe: tuple[int, int]) -> None:
+    lifeline, writer = pipe
+    callback = ctypes.CFUNCTYPE(None)(lambda: close_and_wait(writer))
+
+    def load() -> None:
+        with interrupted_by(lifeline):
+            callback()
+            raise RuntimeError("half done")
+
+    with pytest.raises(SystemExit):
+        load()
+
+
 def test_exit_interrupts_no_cleanup(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "EXIT_INTERVAL_S", 0.02)
     lifeline, writer = pipe

@@ -352,7 +352,7 @@ CHUNKED: Final = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chun
 @pytest.mark.parametrize(
     ("app", "parts", "status", "reason"),
     [
-        (short, [b"hello\r\n\r\n"], b"400", "illegal request line"),
+        (short, [b"hello\r\n\r\n"], b"400 Bad Request\r\n", "illegal request line"),
         (short, [b"GET / HTTP/1.1\r\n\r\n"], b"400", "Missing mandatory Host: header"),
         (short, [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(99)], b"400", "--ssl-certfile"),
         (short, [REQUEST[:-2] + b"X: " + b"x" * 2**16], b"431", "Receive buffer too long"),

@@ -289,7 +289,7 @@ def interrupted_by(lifeline: int) -> Iterator[None]:
     """Return a context that raises ``SystemExit`` in the main thread when the lifeline closes, so that its workers end.
 
     What it waits for may take minutes. The exception is raised again until it arrives: callbacks that C code calls,
-    such as those of Numba's compiler, cannot raise it.
+    such as those of Numba's compiler, cannot raise it. An error that this leads to ends the process in the same way.
     """
     thread_id = main_thread().ident
     assert thread_id is not None
@@ -307,6 +307,10 @@ def interrupted_by(lifeline: int) -> Iterator[None]:
     watching.start()
     try:
         yield
+    except Exception:
+        if lifeline in select((lifeline,), (), (), 0)[0]:
+            sys.exit()
+        raise
     finally:
         os.close(writer)
         watching.join()

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Sequence
+from http import HTTPStatus
 from time import monotonic
 from typing import Final
 
@@ -58,7 +59,8 @@ class MalformedRequests:
         body = error_body("", status, f"this is not a valid HTTP request: {reason}")
         length = str(len(body))
         headers = [("content-type", "application/json"), ("content-length", length), ("connection", "close")]
-        return h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+        head = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase)
+        return head, h11.Data(data=body), h11.EndOfMessage()
 
     def _warn(self, client: str | None, reason: str) -> None:
         now_s = monotonic()
