@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.env import NUMBA, TRITON, fuse_products, is_numba_off, is_triton_off
+from strandline.kernels.compilation import compile_modules, uncompiled
 from strandline.kernels.gpu import is_stood_for
 from strandline.kernels.operation import Backend, Launches, Operation, Workload
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -89,6 +90,8 @@ def bind_kernels(
     if wanted == "Triton" and obstacle is None:
         fuse_products()
     distinct = list(dict.fromkeys(operations))
+    if wanted == "Numba" and obstacle is None and ranks.size == 1:
+        _compile_ahead(distinct, workload)
     shown = tqdm(distinct, "Loading kernels", delay=PROGRESS_DELAY_S) if progress else _logged(distinct)
     for operation in shown:
         functions[operation] = operation.reference
@@ -101,6 +104,17 @@ def bind_kernels(
             else:
                 fallbacks.append(Fallback(operation.name, backend.name, reason))
     return Kernels(workload, functions, tuple(fallbacks), ranks)
+
+
+def _compile_ahead(operations: Iterable[Operation[..., Any]], workload: Workload) -> None:
+    """Compile Numba kernels that no earlier process has left, with as many processes as torch has threads."""
+    backends = [backend for operation in operations for backend in operation.backends if backend.name == "Numba"]
+    modules = dict.fromkeys(backend.module for backend in backends if backend.limit(workload) is None)
+    missing = uncompiled(list(modules))
+    num_threads = torch.get_num_threads()
+    if min(len(missing), num_threads) > 1:
+        LOGGER.warning("kernels: compiled for this CPU, once, which may take a minute: %s", ", ".join(missing))
+        compile_modules(missing, num_threads)
 
 
 def _logged(operations: Sequence[Operation[..., Any]]) -> Iterator[Operation[..., Any]]:

@@ -232,6 +232,13 @@ def _say_uncached(reason: str) -> None:
 # What kernels call.
 
 
+inlined = partial(njit, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Compiles a function that kernels call, into each of them: of several copies any could be the one that runs.
+
+Python and C do not call it. A wrapper for each would contain all its code once more, which is also compiled.
+"""
+
+
 @intrinsic
 def claim(_context: Any, tasks: Any) -> Any:
     """Return the next unclaimed task; past the last one, a number that is no task."""
@@ -243,7 +250,7 @@ def claim(_context: Any, tasks: Any) -> Any:
     return types.int64(tasks), emit
 
 
-@njit(forceinline=True)
+@inlined()
 def arguments(tasks):
     """Return a kernel's arguments, by name."""
     return carray(tasks, 1)[0]
@@ -285,49 +292,49 @@ _int32_pointer = _pointer_to(types.int32)
 _int64_pointer = _pointer_to(types.int64)
 
 
-helper = njit(fastmath=MATH, error_model="numpy", forceinline=True)
-"""Compiles a function that kernels call, into each of them: of several copies any could be the one that runs."""
+helper = inlined(fastmath=MATH, error_model="numpy")
+"""Compiles a function that computes what kernels do, with what the compiler may change in them."""
 
 
-@njit(forceinline=True)
+@inlined()
 def floats(address, count):
     """Return float32 numbers in memory."""
     return carray(_float32_pointer(address), count)
 
 
-@njit(forceinline=True)
+@inlined()
 def words(address, count):
     """Return 32-bit words in memory."""
     return carray(_uint32_pointer(address), count)
 
 
-@njit(forceinline=True)
+@inlined()
 def ints(address, count):
     """Return int64 numbers in memory."""
     return carray(_int64_pointer(address), count)
 
 
-@njit(forceinline=True)
+@inlined()
 def int32s(address, count):
     """Return int32 numbers in memory."""
     return carray(_int32_pointer(address), count)
 
 
-@njit(forceinline=True)
+@inlined()
 def copy(source, target):
     """Fill the beginning of a row; Numba's own assignment of slices takes one number at a time."""
     for i in range(min(source.size, target.size)):
         target[i] = source[i]
 
 
-@njit(forceinline=True)
+@inlined()
 def fill(row, number):
     """Fill a row with one number; as ``copy``, instead of an assignment."""
     for i in range(row.size):
         row[i] = number
 
 
-@njit(forceinline=True)
+@inlined()
 def load(address, kind, first, row):
     """Fill a float32 row with the numbers in memory from ``first`` on."""
     if kind == FLOAT32:
@@ -341,7 +348,7 @@ def load(address, kind, first, row):
             words[i] = np.uint32(half[i]) << np.uint32(16)
 
 
-@njit(forceinline=True)
+@inlined()
 def _to_bfloat16(word):
     """Return a float32 number's word rounded, as torch rounds, to one whose lower half is zero."""
     rounded = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
@@ -349,7 +356,7 @@ def _to_bfloat16(word):
     return np.uint32(0x7FC00000) if is_nan else np.uint32(rounded & np.uint32(0xFFFF0000))
 
 
-@njit(forceinline=True)
+@inlined()
 def store(address, kind, first, row):
     """Write a float32 row to memory from ``first`` on; to bfloat16 it is rounded as torch rounds."""
     if kind == FLOAT32:
@@ -363,7 +370,7 @@ def store(address, kind, first, row):
             half[i] = np.uint16(_to_bfloat16(words[i]) >> np.uint32(16))
 
 
-@njit(forceinline=True)
+@inlined()
 def load_e4m3(address, row):
     """Fill a float32 row with the e4m3 numbers at an address."""
     numbers = carray(_uint8_pointer(address), row.size)
@@ -379,7 +386,7 @@ def load_e4m3(address, row):
         words[i] = np.uint32(word | ((byte & np.uint32(0x80)) << np.uint32(24)))
 
 
-@njit(forceinline=True)
+@inlined()
 def store_e4m3(address, row, factor):
     """Write a float32 row times a factor to an address in e4m3: rounded to the nearest, at most 448."""
     numbers = carray(_uint8_pointer(address), row.size)
@@ -396,7 +403,7 @@ def store_e4m3(address, row, factor):
         numbers[i] = np.uint8(number | ((word >> np.uint32(24)) & np.uint32(0x80)))
 
 
-@njit(forceinline=True)
+@inlined()
 def round_to(kind, row):
     """Round a float32 row to what memory of this kind holds."""
     if kind == BFLOAT16:
@@ -405,7 +412,7 @@ def round_to(kind, row):
             words[i] = _to_bfloat16(words[i])
 
 
-@njit(fastmath={"contract"}, forceinline=True)
+@inlined(fastmath={"contract"})
 def exp(x):
     """Return ``e ** x`` of a float32 number within 2 units in the last place; as of -87.3 below it, of 88.3 above.
 
@@ -426,7 +433,7 @@ def exp(x):
     return series * scale if x == x else x
 
 
-@njit(fastmath={"contract"}, error_model="numpy", forceinline=True)
+@inlined(fastmath={"contract"}, error_model="numpy")
 def sigmoid(x):
     """Return ``1 / (1 + e ** -x)`` of a float32 number."""
     return np.float32(1.0) / (np.float32(1.0) + exp(-x))

@@ -169,6 +169,22 @@ def test_deterministic_and_ordinary_kernels_coexist(monkeypatch: pytest.MonkeyPa
     assert ordinary[rms_norm_zero_centered] is invariant[rms_norm_zero_centered]
 
 
+@NEEDS_NUMBA
+@pytest.mark.parametrize(("num_threads", "num_missing"), [(2, 2), (1, 2), (2, 1)], ids=["both", "one-core", "one"])
+def test_several_missing_kernels_are_compiled_on_several_cores(
+    num_threads: int, num_missing: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = list[tuple[Sequence[str], int]]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(binding, "uncompiled", lambda modules: modules[:num_missing])
+    monkeypatch.setattr(binding, "compile_modules", lambda *run: runs.append(run))
+    workload = Workload("cpu", "float32", (TensorSpec("key", (2, 5), "float32"),))  # too few channels for attention
+    bind_kernels([linear, gdn_decode, paged_attention, rms_norm_zero_centered], workload)
+    is_compiled_ahead = (num_threads, num_missing) == (2, 2)
+    assert runs == ([(["recurrences.gdn_decode_numba", "rowwise.norm_numba"], 2)] if is_compiled_ahead else [])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * is_compiled_ahead
+
+
 @pytest.mark.parametrize(("times_s", "logged"), [([0, 1, 9], []), ([0, 1, 11, 20], ["2 of 3 are loaded"])])
 def test_kernels_that_take_long_to_load_are_logged_once(
     times_s: Sequence[float], logged: Sequence[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

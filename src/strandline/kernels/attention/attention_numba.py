@@ -33,6 +33,7 @@ from strandline.kernels.runtime_numba import (
     arguments,
     block_arguments,
     claim,
+    copy,
     exp,
     floats,
     helper,
@@ -370,7 +371,8 @@ def _begin(sinks, first_kv_head, heads_per_key, maxima, totals):
     totals[:] = 0.0
     for kv_head in range(len(maxima) if sinks != 0 else 0):
         at = 4 * (first_kv_head + kv_head) * heads_per_key
-        maxima[kv_head, :heads_per_key] = floats(sinks + at, heads_per_key)
+        # An assignment of a slice would bring a message about shapes, whose text takes a second to compile.
+        copy(floats(sinks + at, heads_per_key), maxima[kv_head])
         totals[kv_head, :heads_per_key] = 1.0
 
 

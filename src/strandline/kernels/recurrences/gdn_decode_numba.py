@@ -15,10 +15,18 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import LogBatch, Slots
-from strandline.kernels.recurrences.chunk_numba import refuse_overwritten, state_arguments
-from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
+from strandline.kernels.recurrences.chunk_numba import refuse_overwritten
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_log import LogMemory
+from strandline.kernels.recurrences.gdn_log_numba import LOG_FIELDS, add, carry, log_arguments, log_of_head, weigh
+from strandline.kernels.recurrences.gdn_numba import (
+    LAYER_FIELDS,
+    STATE_FIELDS,
+    gates,
+    head_arguments,
+    layer_arguments,
+    packed,
+)
 from strandline.kernels.runtime_numba import (
     addresses,
     arguments,
@@ -28,11 +36,8 @@ from strandline.kernels.runtime_numba import (
     helper,
     ints,
     kernel,
-    kind,
     load,
-    packed_rows,
     prefetch,
-    row_arguments,
     store,
 )
 
@@ -41,14 +46,6 @@ PREFETCH_BYTES = 4096
 
 CACHE_LINE_BYTES = 64
 
-STATE_FIELDS = "num_heads heads_per_key key_dim value_dim states state_stride "
-
-LAYER_FIELDS = (
-    STATE_FIELDS
-    + "dtype gate_dtype q q_stride k k_stride v v_stride a a_stride b b_stride rates biases max_beta dst out "
-)
-
-LOG_FIELDS = "log_keys log_keys_stride log_values log_values_stride log_decays log_decays_stride log_capacity "
 NO_LOGS = dict.fromkeys(f"{LOG_FIELDS} logs log_lens num_folded".split(), 0)
 
 
@@ -72,44 +69,10 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
     for layer, state_SHKV in enumerate(state_RSHKV):
         _fold_kernel(
             len(slot_N) * num_heads,
-            **_state_arguments(state_SHKV, num_key_heads),
+            **head_arguments(state_SHKV, num_key_heads),
             **addresses(slots=slot_N, logs=log_N, log_lens=len_N),
             **log_arguments(memory.of_layer(layer)),
         )
-
-
-def layer_arguments(inputs: GatedDeltaInputs, state_SHKV: Tensor, dst_N: Tensor, out: Tensor) -> dict[str, int]:
-    """Return the arguments that ``LAYER_FIELDS`` names; the channels of each token are contiguous."""
-    q, k, v, a, b, A_log_H, dt_bias_H, max_beta = inputs
-    return {
-        **_state_arguments(state_SHKV, k.shape[1]),
-        "dtype": kind(q),
-        "gate_dtype": kind(a),
-        **row_arguments(q=q, k=k, v=v, a=a, b=b),
-        **addresses(rates=A_log_H, biases=dt_bias_H, dst=dst_N, out=out),
-        "max_beta": max_beta,
-    }
-
-
-def _state_arguments(state_SHKV: Tensor, num_key_heads: int) -> dict[str, int]:
-    _, num_heads, key_dim, value_dim = state_SHKV.shape
-    return {
-        "num_heads": num_heads,
-        "heads_per_key": num_heads // num_key_heads,
-        "key_dim": key_dim,
-        "value_dim": value_dim,
-        **state_arguments(state_SHKV),
-    }
-
-
-def log_arguments(memory: LogMemory) -> dict[str, int]:
-    rows = row_arguments(log_keys=memory.key_JGLK, log_values=memory.value_JHLV, log_decays=memory.decay_JHL)
-    return {**rows, "log_capacity": memory.decay_JHL.shape[2]}
-
-
-def packed(inputs: GatedDeltaInputs) -> GatedDeltaInputs:
-    """Return inputs in which the channels of each token are contiguous."""
-    return GatedDeltaInputs(*map(packed_rows, inputs[:5]), *inputs[5:])
 
 
 def _decode(inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, logs: dict[str, int]) -> Tensor:
@@ -122,15 +85,6 @@ def _decode(inputs: GatedDeltaInputs, state_SHKV: Tensor, slots: Slots, logs: di
         **logs,
     )
     return out_NHV
-
-
-@helper
-def gates(a, b, log_rate, bias, max_beta):
-    """Return the log decay and the write strength, computed in float64 as in the torch version."""
-    x = a + bias
-    softplus = x if x > 20.0 else math.log1p(math.exp(x))
-    log_decay = -min(softplus * math.exp(log_rate), -MIN_LOG_DECAY)
-    return np.float32(log_decay), np.float32(max_beta / (1.0 + math.exp(-b)))
 
 
 @helper
@@ -176,19 +130,6 @@ def _read(state, key, query, by_key, by_query):
 
 
 @helper
-def weigh(log_decays, log_decay, weights):
-    """Compute the remaining weight of each logged token's write; return that of the state.
-
-    Decays are added, never subtracted: a weak one beside a strong one would be lost.
-    """
-    total = np.float64(log_decay)
-    for entry in range(log_decays.size - 1, -1, -1):
-        weights[entry] = np.float32(math.exp(total))
-        total += log_decays[entry]
-    return np.float32(math.exp(total))
-
-
-@helper
 def _read_logged(logged_key, logged_value, weight, key, query, by_key, by_query):
     """Add the products of key and query with a logged token's write."""
     key_score = query_score = np.float32(0.0)
@@ -200,48 +141,6 @@ def _read_logged(logged_key, logged_value, weight, key, query, by_key, by_query)
     for i in range(by_key.size):
         by_key[i] += key_score * logged_value[i]
         by_query[i] += query_score * logged_value[i]
-
-
-@helper
-def carry(source, target, carried, is_zero, keys, values, weights, key_dim):
-    """Write the decayed source and the decayed logged writes to the target."""
-    num_columns = target.size // key_dim
-    for row in range(key_dim):
-        written = target[row * num_columns : (row + 1) * num_columns]
-        if is_zero:
-            written[:] = 0.0
-        else:
-            read = source[row * num_columns : (row + 1) * num_columns]
-            for i in range(num_columns):
-                written[i] = carried * read[i]
-        for entry in range(weights.size):
-            logged = values[entry * num_columns : (entry + 1) * num_columns]
-            factor = weights[entry] * keys[entry * key_dim + row]
-            for i in range(num_columns):
-                written[i] += factor * logged[i]
-
-
-@helper
-def add(state, key, value):
-    """Add a token's write."""
-    num_columns = value.size
-    for row in range(key.size):
-        written = state[row * num_columns : (row + 1) * num_columns]
-        for i in range(num_columns):
-            written[i] += key[row] * value[i]
-
-
-@helper
-def log_of_head(args, log, key_head, head, key_dim, value_dim):
-    """Return keys, values and log decays of a log, of one head."""
-    capacity = args.log_capacity
-    return (
-        floats(args.log_keys + 4 * (log * args.log_keys_stride + key_head * capacity * key_dim), capacity * key_dim),
-        floats(
-            args.log_values + 4 * (log * args.log_values_stride + head * capacity * value_dim), capacity * value_dim
-        ),
-        floats(args.log_decays + 4 * (log * args.log_decays_stride + head * capacity), capacity),
-    )
 
 
 @kernel(LAYER_FIELDS + "src logs log_lens num_folded " + LOG_FIELDS)

@@ -35,7 +35,7 @@ from strandline.kernels.recurrences.chunk_numba import (
     write_state,
 )
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
-from strandline.kernels.recurrences.gdn_decode_numba import LAYER_FIELDS, gates, layer_arguments, packed
+from strandline.kernels.recurrences.gdn_numba import LAYER_FIELDS, gates, layer_arguments, packed
 from strandline.kernels.recurrences.replay import of_step
 from strandline.kernels.runtime_numba import (
     arguments,

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from strandline.ids import NULL_SLOT
 from strandline.kernels.batch import LogBatch, Slots
-from strandline.kernels.recurrences.chunk_numba import refuse_overwritten, state_arguments
-from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
-from strandline.kernels.recurrences.gdn_decode_numba import LOG_FIELDS, add, carry, log_arguments, log_of_head, weigh
+from strandline.kernels.recurrences.chunk_numba import refuse_overwritten
 from strandline.kernels.recurrences.gdn_log import LogMemory
+from strandline.kernels.recurrences.gdn_log_numba import LOG_FIELDS, add, carry, log_arguments, log_of_head, weigh
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
+from strandline.kernels.recurrences.mamba2_numba import LAYER_FIELDS, layer_arguments, packed, time_step
 from strandline.kernels.runtime_numba import (
     addresses,
     arguments,
@@ -31,11 +31,8 @@ from strandline.kernels.runtime_numba import (
     helper,
     ints,
     kernel,
-    kind,
     load,
-    packed_rows,
     prefetch,
-    row_arguments,
     store,
 )
 
@@ -43,11 +40,6 @@ PREFETCH_BYTES = 4096
 """How far ahead of where a state is read lines are asked for: a page, at whose end the hardware stops doing so."""
 
 CACHE_LINE_BYTES = 64
-
-LAYER_FIELDS = (
-    "num_heads heads_per_group state_dim head_dim dtype dt_dtype x x_stride B B_stride C C_stride dt dt_stride "
-    "log_rates skips biases min_step:float max_step:float dt_factor:float states state_stride dst out "
-)
 
 
 def mamba2_decode(inputs: Mamba2Inputs, state_SHKV: Tensor, slots: Slots) -> Tensor:
@@ -70,40 +62,6 @@ def _decode(run: Callable[..., None], inputs: Mamba2Inputs, state_SHKV: Tensor, 
     layer = layer_arguments(inputs, state_SHKV, slots.dst_N, out_NHV)
     run(x_NHV.shape[0] * x_NHV.shape[1], **layer, src=slots.src_N.data_ptr(), **logs)
     return out_NHV
-
-
-def packed(inputs: Mamba2Inputs) -> Mamba2Inputs:
-    """Return inputs in which the channels of each token are contiguous."""
-    return Mamba2Inputs(*map(packed_rows, inputs[:4]), *inputs[4:])
-
-
-def layer_arguments(inputs: Mamba2Inputs, state_SHKV: Tensor, dst_N: Tensor, out: Tensor) -> dict[str, float]:
-    """Return the arguments that ``LAYER_FIELDS`` names; the channels of each token are contiguous."""
-    x, B, C, dt, A_log_H, D_H, dt_bias_H, (min_step, max_step), dt_factor = inputs
-    _, num_heads, state_dim, head_dim = state_SHKV.shape
-    return {
-        "num_heads": num_heads,
-        "heads_per_group": num_heads // B.shape[1],
-        "state_dim": state_dim,
-        "head_dim": head_dim,
-        "dtype": kind(x),
-        "dt_dtype": kind(dt),
-        **row_arguments(x=x, B=B, C=C, dt=dt),
-        **addresses(log_rates=A_log_H, skips=D_H, biases=dt_bias_H, dst=dst_N, out=out),
-        "min_step": min_step,
-        "max_step": max_step,
-        "dt_factor": dt_factor,
-        **state_arguments(state_SHKV),
-    }
-
-
-@helper
-def time_step(dt, bias, log_rate, min_step, max_step):
-    """Return the time step and the log decay, computed in float64 as in the torch version."""
-    x = dt + bias
-    softplus = x if x > 20.0 else math.log1p(math.exp(x))
-    step = min(max(softplus, min_step), max_step)
-    return np.float32(step), np.float32(-min(step * math.exp(log_rate), -MIN_LOG_DECAY))
 
 
 @helper

@@ -33,7 +33,7 @@ from strandline.kernels.recurrences.chunk_numba import (
     write_state,
 )
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs
-from strandline.kernels.recurrences.mamba2_decode_numba import LAYER_FIELDS, layer_arguments, packed, time_step
+from strandline.kernels.recurrences.mamba2_numba import LAYER_FIELDS, layer_arguments, packed, time_step
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
