@@ -114,20 +114,35 @@ TestLoadingWindowBlocksMachine = LoadingWindowBlocksMachine.TestCase
 TestTieredWindowBlocksMachine = TieredWindowBlocksMachine.TestCase
 
 
-@pytest.mark.parametrize("lower_blocks", [(12,), (300,), (60, 400), (16, 20, 400)], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "window_tokens"), [((16, 1, 3), (65,)), ((16, 5, 2), (1,)), ((18, 5, 7), (130,)), ((18, 5, 7), (32, 160))]
+    ("lower_blocks", "shape", "window_tokens", "rule"),
+    [
+        pytest.param(blocks, *layout, rule, marks=[] if (size + number + kind) % 2 == 0 else pytest.mark.long)
+        for size, blocks in enumerate([(12,), (300,), (60, 400), (16, 20, 400)])
+        for number, layout in enumerate(
+            [((16, 1, 3), (65,)), ((16, 5, 2), (1,)), ((18, 5, 7), (130,)), ((18, 5, 7), (32, 160))]
+        )
+        for kind, rule in enumerate(RULES)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_long_histories_with_tiers_agree_with_the_dictionary(
     shape: tuple[int, int, int], window_tokens: tuple[int, ...], lower_blocks: tuple[int, ...], rule: ResumeRule
 ) -> None:
     check_long_history_with_tiers(history(shape, window_tokens, rule, lower_blocks), str(shape))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("window_tokens", WINDOWS, ids=str)
-@pytest.mark.parametrize("shape", [(16, 1, 3), pytest.param((9, 5, 2), marks=pytest.mark.long), (60, 5, 2)])
+@pytest.mark.parametrize(
+    ("shape", "window_tokens", "rule"),
+    [
+        pytest.param(shape, sizes, rule, marks=[] if (number + size + kind) % 2 == 0 else pytest.mark.long)
+        for number, shape in enumerate([(16, 1, 3), (60, 5, 2)])
+        for size, sizes in enumerate(WINDOWS)
+        for kind, rule in enumerate(RULES)
+    ]
+    + [pytest.param((9, 5, 2), sizes, rule, marks=pytest.mark.long) for sizes in WINDOWS for rule in RULES],
+    ids=str,
+)
 def test_long_histories_agree_with_the_dictionary(
     shape: tuple[int, int, int], window_tokens: tuple[int, ...], rule: ResumeRule
 ) -> None:
