@@ -466,7 +466,14 @@ GLM5: dict[str, Any] = {
     "hc_mult": 3,
     "hc_sinkhorn_iters": 4,
 }
-GLM5_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+GLM5_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+    "projection_intermediate_size": 32,  # of 10,240 by default, in files of 200 MB
+}
 RECURRENT_GEMMA: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
