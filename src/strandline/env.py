@@ -24,10 +24,10 @@ def is_triton_off() -> bool:
     return os.environ.get(TRITON, "1") == "0"
 
 
-def fuse_products() -> None:
-    """Let Triton compile a product and a sum to one instruction, unless the environment says otherwise.
+def fuse_multiply_add() -> None:
+    """Let Triton fuse multiplications and additions into one instruction, unless the environment says otherwise.
 
-    Kernels are measured so. It is Triton's default up to 3.9, which warns that it will not be later.
+    Kernels are measured so. It is the default of Triton 3.6 to 3.9; the last of these warns that it will change.
     """
     os.environ.setdefault(FUSION, "1")
 

@@ -19,8 +19,8 @@ class AdmissionTerms:
     is_counted: bool = True
     """When False, the admission changes neither the counters nor the reuse history."""
     load_failed_end: int = 0
-    """The tokens before it that miss were to be loaded, in vain (``LOAD_FAILED``)."""
+    """Misses before this position have the reason ``LOAD_FAILED``: a load should have brought these tokens."""
 
 
 FIRST_ADMISSION: Final = AdmissionTerms()
-"""A request that has not run yet and reads the cache, of whose prompt nothing else is known."""
+"""Those of a request that reads the cache, has not run yet and has no marks."""

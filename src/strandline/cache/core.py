@@ -173,6 +173,7 @@ class PrefixCache:
         Args:
             tokens: all tokens known so far. The lease keeps the buffer and sees tokens appended later.
             step_tokens: tokens of the request's first step, which need room beyond what is cached.
+            terms: what differs from the admissions of other requests with the same tokens.
 
         Returns:
             The lease, or None when memory does not suffice; then nothing has changed.

@@ -41,7 +41,7 @@ class CoreControl:
 
     Args:
         settle: waits for the step under way.
-        feed: announces what the cache has dropped: the next step may be long in coming.
+        feed: flushed after each action, as no step may follow for a long time; None: the engine publishes no events.
         hands_over: whether other engines may read the memory at any time.
     """
 

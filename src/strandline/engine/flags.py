@@ -22,18 +22,18 @@ from strandline.flag_actions import Extend
 from strandline.specs import SNAPSHOT_DTYPES
 
 UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}
-"""Endings of numbers of tokens, as in vLLM."""
+"""Suffixes of numbers of tokens and their factors, as in vLLM."""
 
 
 def token_count(text: str) -> int:
-    """Return a number of tokens, such as ``32768``, ``32K`` or ``25.6k``.
+    """Parse a number of tokens, such as ``32768``, ``32K`` or ``25.6k``.
 
     Raises:
         argparse.ArgumentTypeError: it is not a whole number.
     """
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmKM]?)", text.strip(), re.ASCII)
-    count = Decimal(match[1]) * UNITS[match[2]] if match else Decimal("0.5")
-    if count != int(count):
+    count = Decimal(match[1]) * UNITS[match[2]] if match else None
+    if count is None or count != int(count):
         raise argparse.ArgumentTypeError(f"must be a whole number of tokens, such as 32768, 32K or 25.6k; got {text!r}")
     return int(count)
 

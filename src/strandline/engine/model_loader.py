@@ -19,7 +19,7 @@ from strandline.text.model_files import find_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoader:
-    """What is loaded of an engine's model, and how; its drafter's files are read each time, too."""
+    """Loads an engine's model; each time, also the drafter, if it has files of its own."""
 
     name: str
     """Its directory, or its name on a hub."""
@@ -50,7 +50,7 @@ class ModelLoader:
         loader = replace(self, filling=replace(self.filling, quantized_as=model.weights_report.kept))
         if torch.device(self.options.device).type == "cpu":
             return loader
-        # In the GPU's layout.
+        # Loaded on the host, but laid out as on the GPU, so that weights are copied there as they are.
         return replace(loader, options=replace(self.options, device=torch.device("cpu")), layout=DenseWeight)
 
     def _complete(self, model: LoadedModel) -> LoadedModel:

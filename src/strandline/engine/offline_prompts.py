@@ -37,7 +37,7 @@ class ParsedPrompt:
 
     @property
     def cached_ids(self) -> list[int]:
-        """The prompt as the cache names it."""
+        """The tokens as the cache names them: those of pictures have virtual ids."""
         return with_virtual_ids(self.token_ids, [span for span, _ in self.pictures])
 
 
@@ -105,7 +105,7 @@ class PromptReader:
         return ParsedPrompt(items_of(token_ids), text, salt, tuple(marks), recollection, tuple(pictures))
 
     def _with_pictures(self, token_ids: list[int], loaded: list[Picture]) -> tuple[list[int], list[PlacedPicture]]:
-        """Return a prompt with as many tokens for each picture as it has, and where its pictures are."""
+        """Return the tokens of a prompt, with one for each token of a picture, and where its pictures are."""
         config = None if self._pictures is None else self._pictures.config
         if config is None:
             raise RequestError("this model reads text only")
@@ -119,7 +119,7 @@ class PromptReader:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list. A list of integers is one prompt."""
+    """Return one prompt or several as a list. A list of integers is one prompt. Raises as ``items_of``."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items = items_of(prompts)
@@ -129,7 +129,11 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def items_of(prompt: Any) -> list[Any]:
-    """Return the token ids of a prompt, or the prompts of a list."""
+    """Return the token ids of a prompt, or the prompts of a list.
+
+    Raises:
+        RequestError: it can be neither.
+    """
     items = plain(prompt)
     if not isinstance(items, Iterable):
         raise RequestError(f"a prompt must be a string, a list of token ids or a mapping, got {prompt!r:.100}")

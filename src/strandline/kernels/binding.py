@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from strandline.clock import SYSTEM_CLOCK
-from strandline.env import NUMBA, TRITON, fuse_products, is_numba_off, is_triton_off
+from strandline.env import NUMBA, TRITON, fuse_multiply_add, is_numba_off, is_triton_off
 from strandline.kernels.compilation import compile_modules, uncompiled
 from strandline.kernels.gpu import is_stood_for
 from strandline.kernels.operation import Backend, Launches, Operation, Workload
@@ -88,7 +88,7 @@ def bind_kernels(
     wanted = "Numba" if device_type == "cpu" else "Triton"
     obstacle = why_unavailable(wanted, device_type)
     if wanted == "Triton" and obstacle is None:
-        fuse_products()
+        fuse_multiply_add()
     distinct = list(dict.fromkeys(operations))
     if wanted == "Numba" and obstacle is None and ranks.size == 1:
         _compile_ahead(distinct, workload)
@@ -107,13 +107,13 @@ def bind_kernels(
 
 
 def _compile_ahead(operations: Iterable[Operation[..., Any]], workload: Workload) -> None:
-    """Compile Numba kernels that no earlier process has left, with as many processes as torch has threads."""
+    """Compile the Numba kernels that are not in its cache, with at most as many processes as torch has threads."""
     backends = [backend for operation in operations for backend in operation.backends if backend.name == "Numba"]
     modules = dict.fromkeys(backend.module for backend in backends if backend.limit(workload) is None)
     missing = uncompiled(list(modules))
     num_threads = torch.get_num_threads()
     if min(len(missing), num_threads) > 1:
-        LOGGER.warning("kernels: compiled for this CPU, once, which may take a minute: %s", ", ".join(missing))
+        LOGGER.warning("kernels: compiling for this CPU, once, which may take a minute: %s", ", ".join(missing))
         compile_modules(missing, num_threads)
 
 
@@ -124,7 +124,7 @@ def _logged(operations: Sequence[Operation[..., Any]]) -> Iterator[Operation[...
         if not is_logged and SYSTEM_CLOCK() - start_s > LONG_S:
             is_logged = True
             LOGGER.warning(
-                "kernels: compiled for this CPU, once, which may take minutes; %d of %d are loaded",
+                "kernels: compiling for this CPU, once, which may take minutes; %d of %d are loaded",
                 number,
                 len(operations),
             )

@@ -20,11 +20,11 @@ from importlib import import_module
 while (number := os.read(int(sys.argv[1]), 1)[0]) != {END}:
     import_module("strandline.kernels." + sys.argv[2 + number])
 """
-"""Imports modules as long as there are any: the numbers of those that no process has taken yet are in a pipe."""
+"""What each process runs: it takes the number of the next module from a pipe that all share, and imports it."""
 
 
 def compile_kernels() -> None:
-    """Fill Numba's cache unless that has been done: for half a minute, on the cores that this process may use."""
+    """Fill Numba's cache unless that has been done, with the cores that this process may use."""
     from strandline.kernels import runtime_numba
 
     directory = runtime_numba.cache_directory()

@@ -233,9 +233,10 @@ def _say_uncached(reason: str) -> None:
 
 
 inlined = partial(njit, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Compiles a function that kernels call, into each of them: of several copies any could be the one that runs.
+"""Decorates a function that only kernels call: it is compiled into each of them.
 
-Python and C do not call it. A wrapper for each would contain all its code once more, which is also compiled.
+Otherwise several kernels would define the same function, and any of the definitions could be the one that runs.
+Wrappers to call it from Python and C are left out: each would contain its code once more, and take as long to compile.
 """
 
 
@@ -293,7 +294,7 @@ _int64_pointer = _pointer_to(types.int64)
 
 
 helper = inlined(fastmath=MATH, error_model="numpy")
-"""Compiles a function that computes what kernels do, with what the compiler may change in them."""
+"""Decorates a function that computes with floats, under the same ``fastmath`` rules as kernels."""
 
 
 @inlined()

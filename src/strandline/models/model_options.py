@@ -43,7 +43,7 @@ class ModelOptions:
 
 
 AS_PUBLISHED: Final = ModelOptions()
-"""The whole model, which serves text on a CPU."""
+"""The whole model in its published dtype, for text, on a CPU; weights that are published quantised are dequantised."""
 
 
 def published_dtype(config: ModelConfig) -> torch.dtype:

@@ -81,7 +81,7 @@ class LoadedModel(LoadableModel, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillOptions:
-    """How a model is filled."""
+    """How the parameters of a model are filled."""
 
     load_format: str = "auto"
     """``auto`` or ``safetensors`` reads files; ``dummy`` needs none and draws random weights."""
@@ -99,6 +99,7 @@ class FillOptions:
 
 
 FROM_FILES: Final = FillOptions()
+"""The weights in the model's files, unchanged."""
 
 
 def load_model(
@@ -112,6 +113,7 @@ def load_model(
     """Build the model of a local directory and fill it with its weights, as parameters (``lay_out`` is not called).
 
     Args:
+        path: the directory; not read if ``config`` is given, and random weights or ``tensors`` are loaded.
         config: the model's; None: read from the directory.
         tensors: published tensors by their names, to load instead of those in files.
 

@@ -27,8 +27,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm_maker(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> MakeLLM:
     """Build LLMs without a tokenizer; every step checks the cache and poisons freed memory.
 
-    Their memory is not prefaulted: tests use a small part of it. Loads pay and may take their time, however busy the
-    machine is: what is loaded would depend on the time that a load took.
+    Their memory is not prefaulted: tests use a small part of it. Loads always pay, and their limit is long: otherwise
+    what is loaded would depend on how long a load takes on a busy machine.
     """
     monkeypatch.setenv(DEBUG_CACHE, "1")
     monkeypatch.setattr(uni_executor, "PREFAULTED_BYTES", 0)

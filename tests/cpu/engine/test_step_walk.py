@@ -26,25 +26,25 @@ LEFT_OUT = ("stores", "ranks", "cache_actions.py", "encoded_pictures.py", "sampl
 """What comes before a step or is no part of it, and the states of requests."""
 
 
-class Walk:
-    """Notes the functions of ``device/`` that steps enter from another file, directly or through other packages."""
+class Trace:
+    """Records the functions of ``device/`` that steps enter from another file, directly or through other packages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.functions = set[CodeType]()
         for owner, name in ((Runner, "launch"), (StepInFlight, "result")):
-            monkeypatch.setattr(owner, name, self._noting(getattr(owner, name)))
+            monkeypatch.setattr(owner, name, self._traced(getattr(owner, name)))
 
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
-            sys.setprofile(self._note)
+    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any) -> Any:
+            sys.setprofile(self._record)
             try:
                 return function(*args)
             finally:
                 sys.setprofile(None)
 
-        return noted
+        return traced
 
-    def _note(self, frame: FrameType, event: str, arg: object) -> None:
+    def _record(self, frame: FrameType, event: str, arg: object) -> None:
         entered, caller = frame.f_code, frame.f_back
         if event != "call" or not is_visited(entered):
             return
@@ -90,7 +90,7 @@ def test_replayed_steps_enter_few_functions_of_other_files(
     replay_eagerly(executor.runner, num_drafts, MAX_NUM_SEQS, max_model_len, replays_plain=True)
     if num_drafts:
         complete_on_device(llm.engine.scheduler.drafts)
-    walk = Walk(monkeypatch)
+    trace = Trace(monkeypatch)
     options: list[dict[str, Any]] = [
         {"temperature": 0.0, "prompt_logprobs": 2},
         {"temperature": 0.0, "logprobs": 3},
@@ -100,5 +100,5 @@ def test_replayed_steps_enter_few_functions_of_other_files(
     params = [SamplingParams(max_tokens=4, ignore_eos=True, **each) for each in options]
     for some in (params[:2], params):
         llm.generate(["What is seven times eight?"] * len(some), some, use_tqdm=False)
-    assert "CapturedStep.finish" in walk.names
-    assert 30 < len(walk.names) < most, walk.names
+    assert "CapturedStep.finish" in trace.names
+    assert 30 < len(trace.names) < most, trace.names

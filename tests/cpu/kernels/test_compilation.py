@@ -19,7 +19,7 @@ with open(os.environ["RECORD"], "a") as record:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A package of our own's name whose modules record that they are imported, and load nothing."""
+    """A package named ``strandline.kernels`` whose modules record that they are imported, and load nothing."""
     package = tmp_path / "strandline" / "kernels"
     for folder in (package.parent, package, package / "rows"):
         folder.mkdir()

@@ -116,7 +116,7 @@ class ServerProcess:
         return self
 
     def wait_until(self, find: Callable[[], Found], timeout_s: float = TIMEOUT_S) -> Found:
-        """Poll until something is so, or found; return it. Looked for once more, it might be gone again."""
+        """Poll until something is true, and return it: at another look it might have changed again."""
         deadline = monotonic() + timeout_s
         while not (found := find()):
             assert monotonic() < deadline, f"not so within {timeout_s} s; the server's log:\n{self.log()}"

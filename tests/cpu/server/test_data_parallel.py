@@ -84,32 +84,30 @@ def say(server: ServerProcess, turns: list[str], text: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_documented_example_uses_both_engines(empty_pair: ServerProcess) -> None:
-    pair = empty_pair
     [example] = re.findall(r"^```sh\n(.*?)^```$", ROUTING.read_text(), re.MULTILINE | re.DOTALL)
-    before = by_engine(pair, "prefix_cache_queries_total")
-    command = example.replace("http://127.0.0.1:8000", pair.url)
+    before = by_engine(empty_pair, "prefix_cache_queries_total")
+    command = example.replace("http://127.0.0.1:8000", empty_pair.url)
     said = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout
     assert re.findall(r'engine="(\d)"', said) == ["0", "1"]
-    assert min(growth(pair, "prefix_cache_queries_total", before)) > 0
+    assert min(growth(empty_pair, "prefix_cache_queries_total", before)) > 0
 
 
 def test_conversations_stay_with_their_snapshots_on_both_engines(
     empty_pair: ServerProcess, server: ServerProcess
 ) -> None:
-    pair = empty_pair
     told: dict[ServerProcess, list[tuple[str, int]]] = {}
-    before = by_engine(pair, "request_success_total")
-    for each in (pair, server):
+    before = by_engine(empty_pair, "request_success_total")
+    for each in (empty_pair, server):
         turns: dict[str, list[str]] = {name: [] for name in NAMES}
         told[each] = [
             say(each, turns[name], f"{name} asks question {number} of a long talk")
             for number in range(4)
             for name in NAMES
         ]
-    assert told[pair] == told[server]
-    assert all(cached > 0 for _, cached in told[pair][2:])
-    assert growth(pair, "request_success_total", before) == [4, 4]
-    assert all(by_engine(pair, "prefix_cache_hits_total"))
+    assert told[empty_pair] == told[server]
+    assert all(cached > 0 for _, cached in told[empty_pair][2:])
+    assert growth(empty_pair, "request_success_total", before) == [4, 4]
+    assert all(by_engine(empty_pair, "prefix_cache_hits_total"))
 
 
 def test_prompts_and_choices_equal_those_of_one_engine(pair: ServerProcess, server: ServerProcess) -> None:

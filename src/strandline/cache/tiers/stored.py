@@ -76,7 +76,7 @@ def stored_of(run: Run) -> StoredRun | None:
 
 
 def stored_for(run: Run, num_tiers: int) -> StoredRun:
-    """Return what tiers have of a run and after it; enter that they will have something, if they have not."""
+    """Return what tiers have of a run and after it; a new, empty entry if they have nothing."""
     stored = stored_of(run)
     if stored is None:
         stored = run.stored = StoredRun([array("q") for _ in range(num_tiers)])
@@ -166,12 +166,12 @@ class Column:
         return filter(None, (self.copy(run, key) for key in stored_keys(run)))
 
     def copies_after(self, run: Run, depth: int) -> "Iterator[Copy]":
-        """Yield the tier's snapshots of a run between the end of the block at a depth and that of the next one."""
+        """Yield the tier's snapshots of a run that follow exactly ``depth`` whole blocks."""
         keys = stored_keys(run)[find_key(run, depth) : find_key(run, depth + 1)]
         return filter(None, (self.copy(run, key) for key in keys))
 
     def first_after(self, run: Run, depth: int) -> "Copy | None":
-        """Return the tier's first snapshot of a run after the block at a depth and the next one."""
+        """Return the tier's first snapshot of a run that follows more than ``depth`` whole blocks, or None."""
         for num_blocks, _ in stored_keys(run)[find_key(run, depth + 1) :]:
             first = min(self.copies_after(run, num_blocks), key=lambda copy: copy.position, default=None)
             if first is not None:
@@ -179,7 +179,7 @@ class Column:
         return None
 
     def above(self, snapshot: "TierSnapshot") -> "Copy | None":
-        """Return the tier's deepest snapshot above one."""
+        """Return the tier's deepest snapshot above one, or None."""
         below = snapshot.home
         for run in below.ancestry():
             for key in stored_keys(run)[: find_key(run, *snapshot.key)][::-1]:
@@ -217,7 +217,7 @@ class Column:
                     yield copy
 
     def below(self, run: Run, depth: int = 0) -> "Iterator[Copy]":
-        """Yield the tier's snapshots after the block at a depth that a run contains, and below."""
+        """Yield the tier's snapshots of a run, and below it, that follow at least ``depth`` whole blocks."""
         waiting = [run]
         while waiting:
             node = waiting.pop()
@@ -346,7 +346,7 @@ class Copy:
     column: Column | None = None
     """That of the tier; None: it is not in a tier (any more)."""
     address: int = NO_ADDRESS
-    """Where it is stored; ``NO_ADDRESS``: it is the end of its blocks alone."""
+    """Where its states and windows are stored; ``NO_ADDRESS``: it has none, and is only the end of its blocks."""
     tail_address: int = NO_ADDRESS
     """Address of the block that contains its position; ``NO_ADDRESS``: it is at a block's end."""
     num_moves: int = 0
@@ -368,6 +368,6 @@ class Copy:
 _NONE = array("q")
 
 
-def find_key(run: Run, num_blocks: int, key: bytes = b"") -> int:
-    """Return where a key is among the sorted ones of the snapshots that tiers have, or would be."""
-    return bisect_left(stored_keys(run), (num_blocks, key))
+def find_key(run: Run, num_blocks: int, tail: bytes = b"") -> int:
+    """Return the index of a key among the sorted keys of a run's snapshots in tiers, or where it would be inserted."""
+    return bisect_left(stored_keys(run), (num_blocks, tail))

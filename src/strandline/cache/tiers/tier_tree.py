@@ -120,7 +120,7 @@ class TierTree:
         return self._grow(run, depth, data[depth * BLOCK_KEY_BYTES : num_blocks * BLOCK_KEY_BYTES])
 
     def attach(self, snapshot: TierSnapshot) -> TierSnapshot:
-        """Enter a snapshot, unless it is entered; return the one that is entered now."""
+        """Add a snapshot to its run, unless one with its key is there; return the one that is there now."""
         *_, root = (run := snapshot.home).ancestry()
         stored = self.stored(run)
         found = stored.snapshots.get(snapshot.key)

@@ -103,8 +103,10 @@ class Chosen:
             self.num_accepted_N = download(self.num_accepted_N)
 
     def read(self) -> list[list[int]]:
-        """Return each sequence's tokens, as far as its drafts agree. Waits for the device, unless they have been
-        fetched: then it must be done."""
+        """Return each sequence's tokens, as far as its drafts agree; append them to the sequences' states.
+
+        Waits for the device, unless ``fetch`` was called: then the device must be done.
+        """
         if self.token_ids is None:
             tokens = (self.tokens_R if self.host_tokens_R is None else self.host_tokens_R).tolist()
             accepted: list[int] = [] if self.num_accepted_N is None else self.num_accepted_N.tolist()

@@ -137,7 +137,10 @@ class CapturedStep:
                 table.write(rows_NM[host.num_decodes :], size.first_prompt)
 
     def finish(self, chosen: Chosen) -> None:
-        """Replay what needs the tokens that were chosen, if anything does; with drafts, say which of them count."""
+        """Replay what needs the tokens that were chosen, if anything does.
+
+        If the step verifies drafts, ``chosen`` gets their tokens, and how many of each sequence's drafts agree.
+        """
         size = self.padded.size
         if size.has_drafts:
             self._take(chosen)

@@ -30,8 +30,8 @@ Indices = TypeVar("Indices", Sequence[int], Tensor)
 
 
 class StepIndices(NamedTuple, Generic[Indices]):
-    """What a step picks by index: lists on the host, int64 on the device. Of a step of decodes and their drafts, all
-    are empty."""
+    """What a step picks by index: lists on the host, int64 on the device. All are empty for a step of decodes and their
+    drafts."""
 
     stored_slots: Indices
     """The slots of the stored hidden states that the step needs."""
@@ -58,11 +58,11 @@ class HiddenRows(NamedTuple):
         *,
         ends_in_padding: bool,
     ) -> StepIndices[Sequence[int]]:
-        """Return what a step picks: of each sequence that is sampled a row, and one for each draft.
+        """Return what a step picks: a row of each sequence that is sampled, and one for each of its drafts.
 
         Args:
             wanted: those whose hidden states requests ask for.
-            ends_in_padding: whether rows after those of the candidates are of no sequence.
+            ends_in_padding: whether all rows after those of the candidates are padding.
         """
         chosen = list[int]()
         for index, _, draft_ids, *_ in candidates:
@@ -79,8 +79,9 @@ class HiddenRows(NamedTuple):
 class HostStep:
     """The sequences of a plan, laid out.
 
-    Hidden states come from kernels that are launched one by one, or from a captured step. A step is of one of three
-    kinds, by what finds its tokens then: a captured step of decodes, a captured step that verifies drafts, or launches.
+    Hidden states come from a captured step, or from kernels that are launched one by one. Tokens are then found by a
+    captured step of decodes (``decodes``), by one that verifies drafts (``verification``), or by launched kernels (both
+    are None).
     """
 
     sequences: Sequence[SequencePlan]
@@ -91,7 +92,7 @@ class HostStep:
     decodes: CapturedStep | None
     """The captured step, if it has logits of all rows: every sequence decodes, without drafts."""
     verification: CapturedStep | None
-    """The captured step, if its tail compares drafts."""
+    """The captured step, if it compares drafts."""
     is_plain: bool
     """Whether it computes as if there were no drafts."""
     is_decoding: bool
@@ -104,8 +105,8 @@ class HostStep:
     rows: HiddenRows
     indices: StepIndices[Sequence[int]]
     sampled_rows: Mapping[int, int]
-    """The row in ``LastStep`` of each sequence whose next token the step after this may be planned without, by index in
-    the plan."""
+    """Rows in ``LastStep``, by index in the plan, of the sequences whose next steps may be planned before their tokens
+    are known."""
 
 
 class Layout:

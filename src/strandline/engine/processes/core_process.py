@@ -68,7 +68,7 @@ Socket = zmq.Socket[bytes]
 LOGGER: Final = logging.getLogger(__name__)
 IPC: Final = "ipc://"
 EXIT_INTERVAL_S = 0.5
-"""How long an exit from loading is waited for before it is raised again."""
+"""How long loading may go on after an exit was raised in it, before it is raised again."""
 LINGER_MS = 2000
 STALLED_MS: Final = 10
 """Longest wait for pictures before other work is looked for."""
@@ -319,7 +319,7 @@ def interrupted_by(lifeline: int) -> Iterator[None]:
 
 
 def _exit_once(*_: object) -> None:
-    """Raise ``SystemExit``, unless one is on its way and what it interrupts is cleaning up."""
+    """Raise ``SystemExit``, unless an earlier one is being handled: what it has interrupted is cleaning up."""
     raised = sys.exception()
     while raised is not None:
         if isinstance(raised, SystemExit):

@@ -43,7 +43,7 @@ class Wait:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it is not its turn, whatever its position."""
+        """Whether it cannot be admitted yet, whatever its position."""
         return self.is_held or self.is_following
 
 
@@ -59,11 +59,11 @@ class RequestLoads:
     ended_s: float | None = None
     """When the last ended."""
     failed_end: int = 0
-    """Tokens that a load failed to bring."""
+    """Position up to which a load that failed would have brought tokens."""
 
     @property
     def lacking_end(self) -> int:
-        """Tokens that were to be loaded, in vain so far."""
+        """Position up to which tokens were to be loaded, although not all of them have come."""
         return max(self.failed_end, self.offer.position if self.offer else 0)
 
 

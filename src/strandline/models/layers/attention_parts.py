@@ -1,7 +1,7 @@
-"""What attention layers are made of: sizes, the projection, norms and gates of heads, and the keys and values kept.
+"""What attention layers are made of: sizes, the projection, norms and gates of heads, and stored keys and values.
 
-A layer (``attention.py``, and others beside it) names its parts, and its ``forward`` says in which order they compute.
-Parts take the sizes of the whole layer and hold those of their shard.
+A layer (``attention.py`` and other files of this folder) names its parts, and its ``forward`` says in which order they
+compute. Parts take the sizes of the whole layer and hold those of their shard.
 
 Source: ``transformers`` (``llama``, ``qwen3``, ``qwen3_next``, ``qwen3_5``, ``olmo_hybrid``, ``lfm3``).
 
@@ -202,9 +202,9 @@ class KVScales:
 
 
 class KeyValues(nn.Module):
-    """The keys and values that a layer keeps of each token.
+    """The keys and values that a layer stores of each token.
 
-    ``dtype`` may be changed, and scales may be set, before they are bound.
+    ``dtype`` and ``scales`` may be set until ``bind`` is called.
     """
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:

@@ -1,7 +1,7 @@
 """A depthwise causal convolution over time, in a layer that keeps its last inputs.
 
-What is convolved, and what is kept, is the same for all filters. A filter is a part of its own: its parameters are the
-taps, or else it is composed of them.
+The convolution and its window are the same for all filters. A filter is a part of its own, which has the taps as its
+parameters or computes them from parameters.
 
 Shape suffixes: T tokens of the step, D those of decodes, R those of prefills, C channels, W taps of the filter,
 S slots; of a window's memory R are the rows.
@@ -52,9 +52,9 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
     """The convolution of one layer, or one of several.
 
     Args:
-        weights: its filter.
-        name: name of its window, and of what is logged of drafts if it is its inputs.
+        weights: the filter.
         site: its dtype is that of the inputs.
+        name: of the window among the layer's states, and of the inputs among what the layer logs of drafts.
     """
 
     operations = (causal_conv1d_update, causal_conv1d_prefill, causal_conv1d_replay)
@@ -80,11 +80,12 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
         self._convolve_replayed = kernels[causal_conv1d_replay]
 
     @property
-    def _filter(self) -> Convolution:
+    def _operand(self) -> Convolution:
+        """The filter and the activation, as kernels take them."""
         return Convolution(self.filter.weight_CW, self.filter.bias_C, self.activation)
 
     def bind(self, memory: LayerMemory) -> tuple[Tensor, ReplayLog]:
-        """Return the window and the log, of all that the layer keeps, as ``convolve`` takes them."""
+        """Return the window and the log, out of a layer's memory, as ``convolve`` takes them."""
         return memory.states[self.name], None if memory.replay is None else (memory.replay[self.name],)
 
     def replay(self, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> None:
@@ -110,7 +111,7 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
 
     def decode(self, x_DC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
         """Convolve the decodes' tokens."""
-        return self._convolve_one(x_DC, self._filter, window_SRC, batch.decode_slots)
+        return self._convolve_one(x_DC, self._operand, window_SRC, batch.decode_slots)
 
     def prefill(
         self, inputs: tuple[Tensor, ...], batch: StepBatch, window_SRC: Tensor, log: ReplayLog
@@ -123,9 +124,9 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
         recurrent, slots = batch.recurrent, batch.prefill_slots
         if recurrent.replay is not None and log is not None:
             where = (window_SRC, slots, recurrent.chunks)
-            return self._convolve_replayed(inputs, log, recurrent.replay, self._filter, *where)
+            return self._convolve_replayed(inputs, log, recurrent.replay, self._operand, *where)
         x_RC, *others = inputs
-        return self._convolve(x_RC, self._filter, window_SRC, slots, recurrent.chunks), *others
+        return self._convolve(x_RC, self._operand, window_SRC, slots, recurrent.chunks), *others
 
 
 class Taps(nn.Module):
@@ -148,10 +149,10 @@ class Taps(nn.Module):
 
 
 class ComposedFilter(nn.Module):
-    """The memory of a filter that is no parameter: zeros, until a filter of a kind fills it as kernels are chosen.
+    """Memory for a filter that is computed from parameters: zeros, until ``use_kernels`` of a subclass fills it.
 
     Args:
-        dtype: None: that of the inputs.
+        dtype: of the filter; None: that of the inputs.
     """
 
     operations = ()

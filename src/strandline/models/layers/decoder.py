@@ -91,7 +91,7 @@ class StatefulPart(Protocol):
 
 
 class LayerStates(NamedTuple):
-    """What the mixer and the other stateful part of a layer keep, as they take it."""
+    """Memory of a layer's mixer and of its other stateful part, as each takes its own."""
 
     mixer: Any
     other: Any
@@ -111,7 +111,8 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
         mlp: a module; None: the layer has none.
         mixer_residual: connects the mixer.
         mlp_residual: connects the feed-forward part.
-        stateful: another part that keeps states: for a family whose ``forward`` calls it. None: there is none.
+        stateful: another part that keeps states, called by the ``forward`` of a family's own layer; None: only the
+            mixer keeps any.
     """
 
     def __init__(
@@ -232,8 +233,8 @@ class Decoder(nn.Module):
         is_tied: whether the output head is the embedding.
         embedding_multiplier: multiplies the tokens' embeddings.
         embedding_norm: norm of the tokens' embeddings; None: they have none.
-        num_published: rows of the published embedding and head: those past the vocabulary are not read; None: there
-            are none past it.
+        num_published: rows of the published embedding and head; those past the vocabulary are not read. None: as many
+            as the vocabulary has tokens.
         logits_multiplier: multiplies the logits.
         logits_soft_cap: limit of the logits' size, approached smoothly; None: there is none.
         site: the shard divides the vocabulary, for the embedding and the head.

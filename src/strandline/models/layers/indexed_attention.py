@@ -105,15 +105,15 @@ class IndexedAttention(nn.Module):
         self._store_tokens = kernels[store_tokens]
         # Whether a token's step has no longer context would depend on other sequences.
         self._may_read_whole = not kernels.workload.is_deterministic
-        its = self.config
+        config = self.config
         self._index = GroupIndex(
-            its.group_tokens,
-            its.max_groups,
+            config.group_tokens,
+            config.max_groups,
             self.index_k_norm_C,
-            its.attention.eps,
+            config.attention.eps,
             self.inv_freq_F,
             self.dimension_F,
-            its.rotary.attention_factor,
+            config.rotary.attention_factor,
         )
 
     def bind(self, memory: LayerMemory) -> IndexedMemory:

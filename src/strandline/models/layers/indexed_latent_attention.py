@@ -192,10 +192,10 @@ class IndexedLatentAttention(nn.Module):
         return attention.out_proj.multiply(out_THV.flatten(1))
 
     def _is_read_whole(self, batch: AttentionBatch) -> bool:
-        its = self.config
+        config = self.config
         if not self._may_read_whole or not batch.has_lengths:
             return False
-        return all(is_read_whole(length, its.group_tokens, its.max_groups) for length in batch.context_lens)
+        return all(is_read_whole(length, config.group_tokens, config.max_groups) for length in batch.context_lens)
 
     def _attend_chosen(self, q_THD: Tensor, latent_BPD: Tensor, batch: AttentionBatch) -> Tensor:
         """Attend every token to the groups chosen for it; return ``out_THV``."""

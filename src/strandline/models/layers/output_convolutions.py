@@ -1,4 +1,4 @@
-"""Convolutions over time of what the parts of a layer add to the residual stream, which the layer keeps windows of.
+"""Convolutions over time of what the parts of a layer add to the residual stream; the layer keeps their windows.
 
 Shape suffixes: T tokens of the step, E hidden size.
 """
@@ -18,7 +18,7 @@ from strandline.specs import LayerSpec
 
 
 class OutputWindows(NamedTuple):
-    """Windows and logs of both convolutions, as they take them."""
+    """Windows and logs of both convolutions, as ``CausalConvolution.convolve`` takes them."""
 
     mixer: tuple[Tensor, ReplayLog]
     mlp: tuple[Tensor, ReplayLog]
@@ -50,7 +50,7 @@ class OutputConvolutions(nn.Module):
         return LayerSpec(states=(self.mixer.window, self.mlp.window), replay=(self.mixer.logged, self.mlp.logged))
 
     def bind(self, memory: LayerMemory) -> OutputWindows:
-        """Return the windows as functions take them."""
+        """Return the windows and logs, out of a layer's memory."""
         return OutputWindows(self.mixer.bind(memory), self.mlp.bind(memory))
 
     def replay(self, batch: StepBatch, memory: OutputWindows) -> None:
@@ -66,7 +66,7 @@ class OutputConvolutions(nn.Module):
         """Return the convolved sum over ranks of the feed-forward part's output.
 
         Args:
-            scale: multiplies the sum.
+            scale: multiplies the sum, in place; None: 1.
         """
         out_TE = self._sum(out)
         return self.mlp.convolve(out_TE if scale is None else out_TE.mul_(scale), batch, *memory.mlp)

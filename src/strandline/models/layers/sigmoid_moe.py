@@ -128,7 +128,7 @@ class SigmoidMoe(nn.Module):
             self.shared = GatedMlp(config.shared, site)
 
     all_bias_X: Tensor | None
-    """With those of experts that every token takes; None: there are none."""
+    """Biases of all experts, those that every token takes included; None: no expert is taken by every token."""
 
     @property
     def takes_quantized(self) -> bool:

@@ -14,7 +14,7 @@ from strandline.server.http.error_responses import error_body
 LOGGER: Final = logging.getLogger("strandline.server")
 LOG_INTERVAL_S: Final = 60.0
 FIRST_BYTES: Final = 2
-"""How much of what a connection received tells which protocol its client speaks."""
+"""How many bytes of a connection are enough to recognise TLS."""
 TLS_HANDSHAKE: Final = b"\x16\x03"
 UVICORNS_WARNINGS: Final = (
     "Invalid HTTP request received.",
@@ -43,11 +43,11 @@ class MalformedRequests:
         self._num_unlogged = 0
 
     def response_to(self, first_bytes: bytes, client: str | None) -> Sequence[h11.Event]:
-        """Return the response to what h11 refuses, while its error is handled; log the reason.
+        """Return the response to what h11 refuses, and log the reason. Call it while h11's error is being handled.
 
         Args:
-            first_bytes: of the connection.
-            client: its address; None: unknown.
+            first_bytes: the first ``FIRST_BYTES`` bytes that the connection received.
+            client: address of the client; None: unknown.
         """
         error, status = sys.exception(), 400
         if isinstance(error, h11.RemoteProtocolError):

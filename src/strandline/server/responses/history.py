@@ -88,7 +88,7 @@ class History:
         for index, item in enumerate(items):
             self._read_item(item, f"input[{index}]")
         messages = [turn.message() if isinstance(turn, _Turn) else turn for turn in self._turns]
-        # Without a question a client probes. If the template needs one, it is repaired, as it is in later turns.
+        # Clients probe a server without input. A template that needs a question gets an empty one, as in later turns.
         return messages or [{"role": "user", "content": ""}]
 
     def _add(self, message: Message) -> None:
