@@ -19,11 +19,10 @@ class FirstTier(Protocol):
         """Take in a snapshot that the device evicts, while it is still in the index, if it is worth it."""
 
     def demote_blocks(self, run: Run, kept: int) -> None:
-        """Take in those blocks of a childless run from ``kept`` on that the tier needs, before the device evicts them.
+        """Take in what the tier needs of a childless run's blocks after the first ``kept``, before they are evicted."""
 
-        Args:
-            kept: number of blocks that the run retains.
-        """
+    def lose_blocks(self, run: Run, kept: int) -> None:
+        """Remove what needs those of a childless run's blocks after the first ``kept`` that the tier has not stored."""
 
 
 class Below(Protocol):

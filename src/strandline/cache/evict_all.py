@@ -1,6 +1,8 @@
 """Eviction of everything at once: before memory is given back, when weights change, and in measurements."""
 
+from strandline.cache.below import FirstTier
 from strandline.cache.core import PrefixCache
+from strandline.cache.tree import Run, Snapshot
 
 
 def evict_all(cache: PrefixCache) -> None:
@@ -12,10 +14,27 @@ def evict_all(cache: PrefixCache) -> None:
 
 
 def drop_all(cache: PrefixCache) -> None:
-    """Evict all that no request holds, and offer none of it to the tiers below."""
+    """Evict all that no request holds, and offer none of it to the tiers below.
+
+    What they have that needs a block which only the device had is evicted as well.
+    """
     memory = cache.internals().memory
-    lower, memory.lower = memory.lower, None
+    lower = memory.lower
+    memory.lower = None if lower is None else _NothingDemoted(lower)
     try:
         evict_all(cache)
     finally:
         memory.lower = lower
+
+
+class _NothingDemoted:
+    """The first tier while the device offers it nothing."""
+
+    def __init__(self, tier: FirstTier) -> None:
+        self.lose_blocks = tier.lose_blocks
+
+    def demote_snapshot(self, snapshot: Snapshot) -> None:
+        """Leave it to be dropped."""
+
+    def demote_blocks(self, run: Run, kept: int) -> None:
+        self.lose_blocks(run, kept)
