@@ -16,8 +16,9 @@ from strandline.models.eagle_drafter import EagleDrafter
 from strandline.models.layers.site import Site
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions
 from strandline.models.storage.published import PlainWeight
+from strandline.models.storage.random_weights import fill_with_random_weights, names_of_parameters
 from strandline.models.storage.weights_files import WeightsFile, open_files
-from strandline.models.weights import FROM_FILES, FillOptions, fill_with_random_weights, first_names
+from strandline.models.weights import FROM_FILES, FillOptions, first_names
 
 TOKEN_OFFSETS = "d2t"
 """Tensor of a token's id less its index among those that are drafted."""
@@ -48,7 +49,7 @@ def load_drafter(
         holders = {name: file for file in files for name in file.names()}
         drafter = _build(model, config, frozenset(holders), site)
         if is_dummy:
-            fill_with_random_weights(drafter, filling.seed, site.dtype)
+            fill_with_random_weights(drafter, names_of_parameters(drafter), filling.seed, site.dtype)
         else:
             _fill(drafter, config.directory, holders, site.dtype)
     model.add_drafter(drafter.eval())

@@ -7,23 +7,21 @@ Quantised tensors stay so (``storage/stored_rows.py``), or are dequantised one b
 beside the model there is never more than one of them.
 """
 
-import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.protocol import LoadableModel
-from strandline.models.layers.site import Gain
-from strandline.models.layers.targets import Target
+from strandline.models.layers.targets import Target, base_of
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions, build_model, published_dtype
 from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
@@ -33,15 +31,13 @@ from strandline.models.storage.low_rank import LowRank, MergedWeight
 from strandline.models.storage.published import STORED_DTYPES, Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.storage.quantizers import quantizer_of
+from strandline.models.storage.random_weights import fill_with_random_weights, names_of_parameters
 from strandline.models.storage.received_tensors import received_file
 from strandline.models.storage.recipe import choose_schemes
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
-from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat, base_of
+from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat
 from strandline.models.storage.weights_files import WeightsFile, list_unread, open_files
 from strandline.models.vision.tower import VISUAL
-
-MAX_HOST_ELEMENTS = 2**22
-"""The largest tensor of random weights that is drawn on the host for a GPU."""
 
 QuantizedWeights = Mapping[str, tuple[int, PublishedWeight]]
 """Quantised weights in files, by their names as if they were not, each with the index of its format."""
@@ -127,10 +123,11 @@ def load_model(
     model = build_model(config, options)
     kept_device = options.device if options.keeps_quantized else None
     if filling.load_format == "dummy":
+        names = names_of_parameters(model)
         if kept_device is not None:
             _fill_kept_randomly(model, config, formats, filling.seed, kept_device)
         if torch.device(options.device).type != "meta":
-            fill_with_random_weights(model, filling.seed, published_dtype(config))
+            fill_with_random_weights(model, names, filling.seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif filling.load_format in ("auto", "safetensors"):
         model.weights_report = _fill(model, Path(path) if tensors is None else tensors, formats, filling, kept_device)
@@ -143,59 +140,6 @@ def load_model(
 def can_stay(formats: Collection[WeightFormat]) -> bool:
     """Return whether kernels multiply with some of the quantised weights as they are published."""
     return any(format.can_stay for format in formats)
-
-
-class Parameters(Protocol):
-    """What has parameters, as ``torch.nn.Module`` does."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See ``torch.nn.Module``."""
-
-
-def fill_with_random_weights(model: Parameters, seed: int, dtype: torch.dtype) -> None:
-    """Fill every parameter with values that keep activations and decays in a realistic range.
-
-    All shards of a parameter get the same values.
-
-    Args:
-        dtype: matrices are rounded to it, as they would be published.
-    """
-    for name, tensor in model.named_parameters():
-        # One generator per tensor gives the same weights on every device and in every order. Very large tensors are
-        # drawn on their own device: a CPU takes minutes for the weights of a GPU.
-        if tensor.is_cuda and tensor.numel() > MAX_HOST_ELEMENTS:
-            drawn_on = torch.Generator(tensor.device).manual_seed(hash_name(name, seed))
-            tensor.data.normal_(generator=drawn_on).mul_(_random_scale(name, tensor.shape))
-            continue
-        generator = torch.Generator().manual_seed(hash_name(name, seed))
-        values = _random_values(name, tuple(tensor.shape), generator) + isinstance(tensor, Gain)
-        tensor.data.copy_(values if values.ndim == 1 else values.to(dtype))
-
-
-def hash_name(name: str, seed: int) -> int:
-    """Return a number that depends on the name and the seed alone."""
-    number = seed
-    for byte in name.encode():
-        number = (number * 257 + byte + 1) % (2**61 - 1)
-    return number
-
-
-def _random_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    kind = name.rpartition(".")[2]
-    if kind.startswith("A_log"):
-        return torch.empty(shape).uniform_(1, 16, generator=generator).log_()
-    if kind.startswith("dt_bias"):
-        # The inverse of softplus, of time steps between 0.001 and 0.1 with even logarithms.
-        step = torch.empty(shape).uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
-        return step + torch.log(-torch.expm1(-step))
-    noise = torch.randn(shape, generator=generator)
-    if len(shape) == 1:
-        return 0.1 * noise
-    return noise * _random_scale(name, shape)
-
-
-def _random_scale(name: str, shape: Sequence[int]) -> float:
-    return 0.02 if name.rpartition(".")[2].startswith("embed") else float(shape[-1] ** -0.5)
 
 
 def _fill(

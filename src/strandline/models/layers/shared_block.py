@@ -139,7 +139,7 @@ class SharedBlockUse(nn.Module):
         self.attention_adapter = None
         if config.has_attention_adapters:
             shards = (qkv.query_shard, qkv.kv_shard, qkv.kv_shard)
-            splits = [(size, shard, 1) for size, shard in zip(qkv.sizes, shards, strict=False)]
+            splits = [(size, shard, 1) for size, shard in zip(qkv.sizes[:3], shards, strict=True)]
             self.attention_adapter = Adapter(2 * hidden_size, config.rank, splits, site)
 
     @property

@@ -72,6 +72,11 @@ Split = Callable[[Tensor], Target]
 """Returns the target for a parameter: the whole published tensor, or a shard of it."""
 
 
+def base_of(view: Tensor) -> Tensor:
+    """Return the parameter that a tensor is a view of."""
+    return view if view._base is None else view._base
+
+
 def whole(view: Tensor) -> Target:
     """Return the target of a tensor that is copied to one view."""
     return Target(tuple(view.shape), (Piece((), (view,)),))

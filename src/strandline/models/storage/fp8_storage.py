@@ -102,7 +102,9 @@ class Fp8Rows:
             rows.copy_(noise.mul_(RANDOM_SCALE).clamp_(-MAX_E4M3, MAX_E4M3))
         num_rows, num_groups = self.scales_RX.shape
         grid = self.random_block.grid(matrix_rows, self.values_RI.shape[-1])
-        scale_MYX = (torch.rand(-(-num_rows // matrix_rows), *grid) + 0.5) * max(std / RANDOM_SCALE, MIN_SCALE)
+        on_host = torch.Generator().manual_seed(0 if generator is None else generator.initial_seed())
+        noise_MYX = torch.rand(-(-num_rows // matrix_rows), *grid, generator=on_host)
+        scale_MYX = (noise_MYX + 0.5) * max(std / RANDOM_SCALE, MIN_SCALE)
         scale_MRX = scale_MYX.repeat_interleave(self.random_block.rows or matrix_rows, 1)[:, :matrix_rows]
         self.scales_RX.copy_(scale_MRX.flatten(0, 1)[:num_rows].expand(-1, num_groups))
 

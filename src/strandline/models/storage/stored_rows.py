@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import GatedProjection, Projection
-from strandline.models.layers.targets import Piece, Target
+from strandline.models.layers.targets import Piece, Target, base_of
 from strandline.models.storage.published import OpenWeight
+from strandline.models.storage.random_weights import published_names, seed_of
 
 MAX_PARTS: Final = 4
 """Runs of rows, quantised or not, that a weight may consist of: each is a product of its own."""
@@ -297,11 +298,13 @@ class QuantizedStorage:
             copy_rows(memory.dense_RI, index_R, dense_RI, source_R)
 
     def fill_randomly(self, seed: int) -> None:
-        """Draw random weights."""
-        for index, (memory, matrix) in enumerate({each: matrix for matrix, each in self._memory.items()}.items()):
+        """Draw random weights, as ``fill_with_random_weights`` does."""
+        names = published_names(self._targets)
+        for memory, matrix in {each: matrix for matrix, each in self._memory.items()}.items():
             device = memory.dense_RI.device
             # A device without memory has no generators, and what is drawn there takes seconds for nothing.
-            generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed + index)
+            number = seed_of(names.get(id(matrix.parameter), ""), seed)
+            generator = None if device.type == "meta" else torch.Generator(device).manual_seed(number)
             std = matrix.parameter.shape[-1] ** -0.5
             for rows in memory.stored.values():
                 rows.fill_randomly(generator, std, matrix.boundary or matrix.parameter.shape[-2])
@@ -355,11 +358,6 @@ def _allocate_whole(matrix: Matrix, device: torch.device | str) -> None:
         matrix.owner.allocate(zeros)
     else:
         setattr(matrix.owner, matrix.attribute, nn.Parameter(zeros, requires_grad=False))
-
-
-def base_of(view: Tensor) -> Tensor:
-    """Return the parameter that a tensor is a view of."""
-    return view if view._base is None else view._base
 
 
 def _rows_of(view: Tensor, rows_R: Tensor) -> Tensor:

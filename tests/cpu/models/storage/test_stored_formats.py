@@ -19,6 +19,7 @@ from strandline.kernels.gemm.formats.fp4 import FP4
 from strandline.kernels.gemm.formats.fp8 import FP8
 from strandline.kernels.gemm.formats.mxfp8 import MXFP8
 from strandline.model_config import read_model_config
+from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard
@@ -184,6 +185,22 @@ def test_random_weights_stay_quantised(name: str, format: str, tmp_path: Path) -
     spread = values_of(model.decoder.layers[0].mixer.in_proj.weight).std() * model.decoder.embed_ZE.shape[1] ** 0.5
     assert 0.5 < float(spread) < 1.5
     assert bool(logits(model).isfinite().all())
+
+
+@pytest.mark.parametrize("format", ["fp8 blocks", "compressed"])
+def test_random_weights_do_not_depend_on_the_order_of_modules(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, modules = read_model_config(save("qwen3_5", format, tmp_path)[0]), CausalLM.modules
+
+    def drawn() -> list[Tensor]:
+        model = load(Path("nowhere"), FillOptions(load_format="dummy"), keeps_quantized=True, config=config)
+        return [values_of(layer.mlp.down.weight) for layer in model.decoder.layers]
+
+    first = drawn()
+    assert not torch.equal(*first[:2])
+    monkeypatch.setattr(CausalLM, "modules", lambda model: reversed([*modules(model)]))
+    assert all(map(torch.equal, drawn(), first))
 
 
 def spoil(tensors: fp8.Tensors, name: str, fault: str) -> None:
