@@ -27,6 +27,7 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--block-size": "blocks always have 64 tokens, and hits are exact to the token",
     "--enable-chunked-prefill": "prefill is always chunked: see --max-num-batched-tokens",
     "--enable-prompt-tokens-details": "responses always have cached_tokens",
+    "--enable-request-id-headers": "responses always have x-request-id",
     "--enable-server-load-tracking": "/load is always served",
     "--enable-sleep-mode": "not needed: /sleep is served with an API key, or with --enable-admin-endpoints",
     "--enable-expert-parallel": "experts are divided among the ranks of --tensor-parallel-size",

@@ -25,6 +25,7 @@ from strandline.server.config import ServerConfig
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.metrics import Metrics
+from strandline.server.http.request_ids import ANTHROPIC_HEADER
 from strandline.server.launch import make_service, read_template
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.vocabulary import load_frontend, load_vocabulary
@@ -112,6 +113,7 @@ class Ingress:
             cross_origin=server.cross_origin(),
             ping_interval_s=server.stream_ping_interval_s,
             flags={**asdict(engine), **server.shown()},
+            id_headers=(ANTHROPIC_HEADER,),  # Ray's proxy gives responses the other one
         )
         app = build_app(service, options)
         _APPS.append(app)

@@ -19,8 +19,10 @@ from strandline.server.http.error_responses import ERRORS, add_error_handlers
 from strandline.server.http.gate import Gate
 from strandline.server.http.host_check import HostCheck
 from strandline.server.http.quotas import Quotas
+from strandline.server.http.request_ids import RequestIds
 from strandline.server.http.sse import json_response, while_connected
 from strandline.server.http.stream_pings import StreamPings
+from strandline.server.http.trailing_slashes import TrailingSlashes
 from strandline.server.labels.decisions_api import DecisionsBody, decide
 from strandline.server.labels.scoring_api import (
     GenerativeBody,
@@ -59,7 +61,14 @@ ADMIN_FLAGS: Final = "--enable-admin-endpoints, or with --api-key and without --
 def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
     """Return the application that serves a model."""
     options = options or AppOptions()
-    app = FastAPI(title="Strandline", version=VERSION, docs_url=None, redoc_url=None, responses=ERRORS)
+    app = FastAPI(
+        title="Strandline",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERRORS,
+    )
     _add_generation(app, service)
     _add_label_reads(app, service)
     add_stored_responses(app, service)
@@ -82,6 +91,8 @@ def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
 
         app.add_middleware(TraceContext)
     app.add_middleware(HostCheck, allowed=options.allowed_hosts)
+    app.add_middleware(TrailingSlashes)
+    app.add_middleware(RequestIds, headers=options.id_headers)
     return app
 
 

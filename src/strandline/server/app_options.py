@@ -6,6 +6,7 @@ from typing import Any
 
 from strandline.server.engines.tenants import Tenant
 from strandline.server.http.cross_origin import CrossOrigin
+from strandline.server.http.request_ids import HEADERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +36,5 @@ class AppOptions:
     """Ranks of each engine."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, as ``/server_info`` shows it: without secrets."""
+    id_headers: Collection[str] = HEADERS
+    """As ``RequestIds`` takes them."""

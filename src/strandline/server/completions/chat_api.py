@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -12,6 +11,7 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message
 from strandline.server.requests.request_bodies import ChatBody, sent_as
@@ -54,7 +54,7 @@ class Chat:
         self._reasoning_fields = service.reasoning_fields if body.include_reasoning else ()
         self._reports_usage = body.wants_continuous_usage()
         self._head = {
-            "id": f"chatcmpl-{uuid4().hex}",
+            "id": f"chatcmpl-{unique_id()}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": service.name_of(body.model),

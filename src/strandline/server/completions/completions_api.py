@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -14,6 +13,7 @@ from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.request_bodies import CompletionBody, Truncation
 from strandline.server.requests.routed_experts import routed_experts
@@ -62,7 +62,7 @@ class Completion:
         self._body = body
         self._service = service
         self._is_batch = is_batch
-        self._name = f"cmpl-{uuid4().hex}"
+        self._name = f"cmpl-{unique_id()}"
         self._head = {
             "id": self._name,
             "object": "text_completion",

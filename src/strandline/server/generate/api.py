@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Final
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -19,6 +18,7 @@ from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
 from strandline.server.http.gate import own_name
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.request_bodies import (
     Count,
@@ -128,7 +128,7 @@ class Generation:
         self._num_prompt_top = num_prompt_top(
             body.sampling_params.prompt_logprobs, service.client.frontend.limits.vocab_size
         )
-        name = name or f"generate-{uuid4().hex}"
+        name = name or f"generate-{unique_id()}"
         self._head: Json = {
             "request_id": body.request_id or name,
             "model": service.name_of(body.model),

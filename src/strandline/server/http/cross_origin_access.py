@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from strandline.server.http.cross_origin import CrossOrigin
+from strandline.server.http.request_ids import HEADERS
 
 CACHE_PAGE: Final = "/cache"
 
@@ -25,6 +26,7 @@ class CrossOriginAccess:
             allow_methods=allowed.methods,
             allow_headers=allowed.headers,
             allow_credentials=allowed.with_credentials,
+            expose_headers=HEADERS,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

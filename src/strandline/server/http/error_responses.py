@@ -1,8 +1,9 @@
 """Error responses: a status, and ``{"error": {"message", "type", "param", "code"}}``.
 
-On Anthropic's paths the error has Anthropic's types, and the body ``"type": "error"`` beside it.
+On Anthropic's paths the error has Anthropic's types, and the body ``"type": "error"`` and ``"request_id"`` beside it.
 """
 
+import logging
 import sys
 from collections.abc import Mapping
 from math import ceil
@@ -21,7 +22,9 @@ from strandline.server.engines.engine_link import EngineDeadError, RequestTimeou
 from strandline.server.engines.jobs import NoTokenError, OutputFailedError
 from strandline.server.engines.tenants import RateLimitError
 from strandline.server.http.body_faults import fault_of
+from strandline.server.http.request_ids import id_headers, request_id
 
+LOGGER: Final = logging.getLogger("strandline.server")
 MAX_MESSAGE: Final = 1000
 MAX_PARTS: Final = 8
 """At most this many last parts of an unknown path are looked at."""
@@ -104,7 +107,9 @@ def error_body(
         kind = "api_error" if is_anthropic else "server_error"
     text = message[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
     error = {"message": text, "type": kind, "param": param, "code": code, **({"details": details} if details else {})}
-    return msgspec.json.encode({**({"type": "error"} if is_anthropic else {}), "error": error})
+    if is_anthropic:
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id()})
+    return msgspec.json.encode({"error": error})
 
 
 def error_response(
@@ -240,4 +245,7 @@ def _unparsed(cause: Exception, encoding: str) -> str:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     path = request.url.path
-    return error_response(path, 500, f"internal error: {type(error).__name__}; see the server's log")
+    LOGGER.error("request %s to %.200r failed unexpectedly", request_id(), path)
+    # This response passes no middleware.
+    message = f"internal error: {type(error).__name__}; see the server's log"
+    return error_response(path, 500, message, headers=id_headers())

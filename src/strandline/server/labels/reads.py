@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from fastapi import Request
 
@@ -16,6 +15,7 @@ from strandline.errors import RequestError
 from strandline.records.outputs import Logprob
 from strandline.records.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.request_ids import unique_id
 from strandline.server.labels.questions import SPELLINGS, YES_OR_NO, Question, Reading
 from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.usage_and_logprobs import Json, usage
@@ -35,7 +35,7 @@ class LabelReads:
 
     def __init__(self, service: Service, model: str | None, salt: Salt, *, priority: int | None = None) -> None:
         self.service = service
-        self.name = uuid4().hex
+        self.name = unique_id()
         self.streams: Sequence[RequestStream] = ()
         """Those of the prompts that have been read."""
         self._salt, self._priority = salt, priority or 0

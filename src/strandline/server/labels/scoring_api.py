@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from math import exp
 from typing import Annotated, Any, Final
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.errors import RequestError
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import json_response
 from strandline.server.labels.questions import Reading
 from strandline.server.labels.reads import LabelReads
@@ -153,7 +153,7 @@ async def rerank(service: Service, body: RerankBody, request: Request) -> Respon
     results.sort(key=lambda result: -float(result["relevance_score"]))  # type: ignore[arg-type]
     return json_response(
         {
-            "id": f"rerank-{uuid4().hex}",
+            "id": f"rerank-{unique_id()}",
             "model": service.name_of(body.model),
             "usage": reads.usage(with_account=body.include_cache_account),
             "results": results[: body.top_n or None],
@@ -190,7 +190,7 @@ async def _judge(reads: LabelReads, body: PairFields, pairs: Sequence[tuple[str,
 
 def _score_list(kind: str, service: Service, body: ScoringFields, reads: LabelReads, scores: Sequence[float]) -> Json:
     return {
-        "id": f"{kind}-{uuid4().hex}",
+        "id": f"{kind}-{unique_id()}",
         "object": "list",
         "created": int(time.time()),
         "model": service.name_of(body.model),

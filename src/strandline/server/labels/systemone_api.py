@@ -3,13 +3,13 @@
 import json
 import time
 from typing import Annotated, Any, Literal
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from strandline.errors import RequestError
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import json_response
 from strandline.server.labels.decisions_api import refuse_joint
 from strandline.server.labels.questions import MAX_QUESTIONS, YES_OR_NO, Kind, Option, Question, Reading
@@ -110,7 +110,7 @@ async def decide_state(service: Service, body: SystemOneBody, request: Request) 
     counts = reads.usage(with_account=body.include_cache_account)
     return json_response(
         {
-            "id": body.request_id or f"decision-{uuid4().hex}",
+            "id": body.request_id or f"decision-{unique_id()}",
             "object": "structured_decision",
             "created": int(time.time()),
             "model": service.name_of(body.model),

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, NamedTuple, Self
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -15,6 +14,7 @@ from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
 from strandline.server.http.gate import owner_of
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import (
     EventStream,
     json_response,
@@ -221,7 +221,7 @@ class Message:
     ) -> None:
         self._thread, self._diagnosis = stored
         self._head = {
-            "id": f"msg_{uuid4().hex}",
+            "id": f"msg_{unique_id()}",
             "type": "message",
             "role": "assistant",
             "model": service.name_of(body.model),

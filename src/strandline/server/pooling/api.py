@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 from typing import Any, Final, Literal
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from strandline.errors import EngineError, RequestError
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import json_response
 from strandline.server.requests.request_bodies import Objects, Prompts, Whole, check_extra, truncation_of
 from strandline.server.requests.service import Service, truncated_ids
@@ -94,7 +94,7 @@ async def _read(service: Service, body: EmbeddingsBody, request: Request) -> tup
         prompts = [await _prompt(service, body, each) for each in given]
         checked = await service.check(params)
     salt = partial(service.salt_of, request, body.cache_salt, body.model)
-    with service.submit(f"embed-{uuid4().hex}", prompts, checked, salt) as job:
+    with service.submit(f"embed-{unique_id()}", prompts, checked, salt) as job:
         await job.whole()
     counts = usage(job.streams, is_batch=True, with_account=body.include_cache_account)
     return [_vector(stream.hidden_state, body) for stream in job.streams], counts
@@ -161,7 +161,7 @@ def _list(kind: str, service: Service, body: EmbeddingsBody, data: list[Json], c
     shown = {"prompt_tokens": counts["prompt_tokens"], "total_tokens": counts["prompt_tokens"]}
     more = {name: counts[name] for name in ("prompt_tokens_details", "cache") if name in counts}
     return {
-        "id": f"{kind}-{uuid4().hex}",
+        "id": f"{kind}-{unique_id()}",
         "object": "list",
         "created": int(time.time()),
         "model": service.name_of(body.model),

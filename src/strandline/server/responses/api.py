@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Final
-from uuid import uuid4
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -16,6 +15,7 @@ from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
 from strandline.server.http.error_responses import status_of
 from strandline.server.http.gate import owner_of
+from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import EventStream, json_response, named_events
 from strandline.server.requests.request_bodies import (
     Count,
@@ -214,7 +214,7 @@ class ModelResponse:
         self._body = body
         self._conversation = conversation
         self._head: Json = {
-            "id": f"resp_{uuid4().hex}",
+            "id": f"resp_{unique_id()}",
             "object": "response",
             "created_at": int(time.time()),
             "completed_at": None,
