@@ -204,6 +204,8 @@ class Completion(NamedTuple):
     """Addresses of the store that could not be read and never will be."""
     cause: str = ""
     """Why a store to files failed."""
+    max_free_bytes: int | None = None
+    """What the disk had room for when a store failed; None: unknown."""
 
 
 Action = (

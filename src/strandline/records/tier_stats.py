@@ -13,6 +13,8 @@ class TierStats:
     """Its size."""
     num_used_bytes: int
     """A snapshot takes as many blocks as its encoded bytes need."""
+    num_free_bytes: int
+    """What may be stored in addition: at most what the disk had room for if the last store failed."""
     num_snapshots: int
     """Snapshots that it stores now."""
     num_snapshots_demoted: int

@@ -164,6 +164,14 @@ class DiskDirectory:
         os.rename(name, KEY, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         return key
 
+    def measure_free_bytes(self) -> int | None:
+        """Return what there is room for on the disk; None: unknown."""
+        try:
+            status = os.fstatvfs(self.descriptor)
+        except OSError:
+            return None
+        return status.f_bavail * status.f_frsize
+
     def close(self) -> None:
         """Let other processes use it."""
         os.close(self._lock)

@@ -260,6 +260,10 @@ class ObjectFiles:
     def remove(self, file: StoredFile) -> None:
         """Do nothing: other engines may use it."""
 
+    def measure_free_bytes(self) -> int | None:
+        """Return None: nothing says what there is room for."""
+        return None
+
     def close(self) -> None:
         """End what reads."""
         self._bucket.close()

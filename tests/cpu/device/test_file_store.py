@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,18 +154,22 @@ def test_a_full_disk_pauses_stores(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(disk_files.os, "pwrite", fail)
+    monkeypatch.setattr(disk_directory.os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
     assert not scene.store(20).is_done
     assert "No space left on device" in caplog.text
+    assert scene.store(20).max_free_bytes == 5 * 4096
     assert len(list(scene.path.iterdir())) == 4, "lock, key and the files of before"
     monkeypatch.undo()
     assert not scene.store(30).is_done, "none is tried for a while"
     scene.disk._paused_until_s = 0.0
-    assert scene.store(40).is_done
+    assert scene.store(40)._replace(seconds=0.0) == Completion(TransferId(2), is_done=True)
     assert scene.load().is_done
     assert scene.load(40).is_done
 
 
-def test_stores_that_wait_are_not_tried_in_a_pause(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_wait_are_not_tried_in_a_pause(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     tries, may_fail = [], Event()
 
     def fail(*_: object) -> None:
@@ -184,6 +189,7 @@ def test_stores_that_wait_are_not_tried_in_a_pause(scene: Scene, monkeypatch: py
         ended += scene.transfers.wait(60.0)
     assert {(each.is_done, each.cause) for each in ended} == {(False, "[Errno 28] No space left on device")}
     assert len(tries) == MAX_STORES
+    assert caplog.text.count("nothing is stored") == 1
 
 
 def test_one_store_is_tried_in_a_pause_before_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

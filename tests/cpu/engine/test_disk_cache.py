@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import finalize
 
@@ -17,7 +18,7 @@ from strandline.records.account import Reason
 from strandline.records.tier_stats import TierStats
 from strandline.specs import SNAPSHOT_DTYPES
 from strandline.tier_sizes import buffer_blocks
-from strandline.transfer import disk_files
+from strandline.transfer import disk_directory, disk_files
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats, tier_stats
@@ -236,15 +237,20 @@ def test_a_flush_in_a_pause_tries_again_and_says_why(
     make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_repaired: bool
 ) -> None:
     llm = with_disk(make_llm, tmp_path)
+    room_bytes = disk_of(llm).num_free_bytes
     monkeypatch.setattr(disk_files.os, "pwrite", fail_to_write)
+    monkeypatch.setattr(disk_directory.os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=5, f_frsize=4096))
     serve(llm)
-    assert disk_of(llm).num_snapshots == 0
+    disk = disk_of(llm)
+    assert (disk.num_snapshots, disk.num_free_bytes) == (0, 5 * 4096), "what the disk has"
     if is_repaired:
         monkeypatch.undo()
     report = llm.engine.core.flush()
     assert report is not None
     assert report.num_left == 0
     assert (report.num_bytes > 0, report.num_failed > 0) == (is_repaired, not is_repaired)
+    disk = disk_of(llm)
+    assert disk.num_free_bytes == (room_bytes - disk.num_used_bytes if is_repaired else 5 * 4096)
     assert str(report).endswith("could not be written: [Errno 28] No space left on device") == (not is_repaired)
     close(llm)
 

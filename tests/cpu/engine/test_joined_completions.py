@@ -54,6 +54,6 @@ def test_every_transfer_ends_once_in_any_order(order: list[tuple[int, int]]) -> 
 
 
 def test_why_one_rank_failed_is_kept() -> None:
-    refused = Completion(TransferId(1), is_done=False, cause="the disk is full")
+    refused = Completion(TransferId(1), is_done=False, cause="the disk is full", max_free_bytes=5)
     [joined] = JoinedCompletions(2).add([[done(1)], [refused]])
-    assert (joined.is_done, joined.cause) == (False, "the disk is full")
+    assert (joined.is_done, joined.cause, joined.max_free_bytes) == (False, "the disk is full", 5)

@@ -109,6 +109,8 @@ class LowerTier:
         self.num_failed_stores = 0
         self.failure = ""
         """Why the last store failed."""
+        self.max_free_bytes: int | None = None
+        """What the disk had room for when the last store failed; None: it did not fail, or that is unknown."""
         self._readers = Counter[int]()
         """Number of transfers that read each address."""
         self.to_free: dict[int, int] = {}
@@ -368,10 +370,12 @@ class LowerTier:
 
     def stats(self) -> TierStats:
         """Return all figures of the tier."""
+        free_bytes = (self.num_blocks - self.num_used) * self.block_bytes
         return TierStats(
             self.store,
             self.num_blocks * self.block_bytes,
             self.num_used * self.block_bytes,
+            free_bytes if self.max_free_bytes is None else min(free_bytes, self.max_free_bytes),
             self.num_snapshots,
             self.num_snapshots_demoted,
             self.num_blocks_demoted,

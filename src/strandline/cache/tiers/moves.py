@@ -65,6 +65,7 @@ class Move(Generic[Target_t]):
             seconds=sum(seconds) if all(seconds) else 0.0,
             lost=tuple(address for each in self.ended for address in each.lost),
             cause=causes[-1] if causes else "",
+            max_free_bytes=min((x.max_free_bytes for x in self.ended if x.max_free_bytes is not None), default=None),
         )
 
 

@@ -39,6 +39,7 @@ class TierTarget:
 
     def end(self, completion: Completion) -> None:
         tier = self.tier
+        tier.max_free_bytes = completion.max_free_bytes
         if completion.is_done:
             self.arrive()
             tier.num_snapshots_demoted += tier.has_snapshots

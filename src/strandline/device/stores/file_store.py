@@ -91,6 +91,9 @@ class Files(Protocol):
     def remove(self, file: StoredFile) -> None:
         """Remove a file that was written and is of no use, if it belongs to this process alone."""
 
+    def measure_free_bytes(self) -> int | None:
+        """Return what there is room for on the disk; None: unknown."""
+
     def close(self) -> None:
         """Let other processes use it."""
 
@@ -119,6 +122,17 @@ class _Wanted(NamedTuple):
     num_bytes: int
     block: BlockId | None
     state: SnapshotCopy | None
+
+
+class _Failure(NamedTuple):
+    """Why a store failed."""
+
+    cause: str = ""
+    max_free_bytes: int | None = None
+
+    def completion(self, transfer: TransferId) -> Completion:
+        """Return the end of a store that fails for this reason."""
+        return Completion(transfer, is_done=False, cause=self.cause, max_free_bytes=self.max_free_bytes)
 
 
 class _LostError(Exception):
@@ -164,7 +178,7 @@ class FileStore:
         self._changed = Condition()
         """Guards everything above, and the addresses."""
         self._paused_until_s = self._logged_s = float("-inf")
-        self._pause_cause = ""
+        self._failure = _Failure()
         self._is_ending = False
         self._threads = [Thread(target=self._run, name=files.title, daemon=True) for _ in range(files.num_threads)]
         for thread in self._threads:
@@ -208,7 +222,7 @@ class FileStore:
         if action.is_final and not self._is_ending:
             self._is_ending, self._paused_until_s = True, float("-inf")
         if SYSTEM_CLOCK() < self._paused_until_s:
-            self._completions.put(Completion(action.transfer, is_done=False, cause=self._pause_cause))
+            self._completions.put(self._failure.completion(action.transfer))
             return
         sources = {address: _host_item(self._source.read(source)) for source, address in action.stored}
         num_bytes = arena.spec.raw_block_bytes
@@ -320,20 +334,30 @@ class FileStore:
 
     def _store(self, transfer: TransferId, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write and report."""
-        start_s, is_done, cause = SYSTEM_CLOCK(), False, ""
+        start_s = SYSTEM_CLOCK()
         if start_s < self._paused_until_s and not self._is_ending:
             # Another one has failed since this one began to wait.
-            self._completions.put(Completion(transfer, is_done=False, cause=self._pause_cause))
+            self._completions.put(self._failure.completion(transfer))
             return
+        ended = Completion(transfer, is_done=False)
         try:
             self._write(path, sources)
-            is_done = True
+            ended = Completion(transfer, is_done=True)
         except OSError as error:
-            self._pause_cause = cause = cause_of(error)
-            self._paused_until_s = SYSTEM_CLOCK() + PAUSE_S
-            LOGGER.warning("nothing is stored in the %s for %d s: %s", self._files.title, PAUSE_S, cause)
+            self._pause(cause_of(error))
+            ended = self._failure.completion(transfer)
         finally:
-            self._completions.put(Completion(transfer, is_done, SYSTEM_CLOCK() - start_s, cause=cause))
+            self._completions.put(ended._replace(seconds=SYSTEM_CLOCK() - start_s))
+
+    def _pause(self, cause: str) -> None:
+        """Pause all stores, unless another one that was written at the same time has failed first."""
+        failure = _Failure(cause, self._files.measure_free_bytes())
+        with self._changed:
+            if SYSTEM_CLOCK() < self._paused_until_s:
+                return
+            self._failure = failure
+            self._paused_until_s = SYSTEM_CLOCK() + PAUSE_S
+        LOGGER.warning("nothing is stored in the %s for %d s: %s", self._files.title, PAUSE_S, cause)
 
     def _write(self, path: StoredPath, sources: Mapping[int, Item]) -> None:
         """Write a path's blocks, then its snapshot: blocks alone are of no use, but do no harm."""

@@ -44,4 +44,5 @@ def _joined(completions: Iterable[Completion]) -> Completion:
         max(part.seconds for part in parts),
         tuple(sorted({place for part in parts for place in part.lost})),
         next((part.cause for part in parts if part.cause), ""),
+        min((part.max_free_bytes for part in parts if part.max_free_bytes is not None), default=None),
     )

@@ -316,7 +316,7 @@ class _EngineFamilies:
             "objects": ("object_store_bytes", "Entries of the object store in the engine's index, content alone."),
         }
         for name, (gauge, text) in gauges.items():
-            sizes = [(tier.num_used_bytes, tier.num_bytes - tier.num_used_bytes) for tier in tiers if tier.name == name]
+            sizes = [(tier.num_used_bytes, tier.num_free_bytes) for tier in tiers if tier.name == name]
             used = dict(zip(("used", "free"), sizes[0], strict=True)) if sizes else {}
             yield self._gauge(gauge, text, used, "state")
         totals = {

@@ -40,9 +40,9 @@ def test_a_move_ends_with_its_last_transfer_target_first() -> None:
 def test_a_move_fails_with_any_of_its_transfers() -> None:
     moves, ends = begun(3)
     moves.complete(Completion(TransferId(1), is_done=True, seconds=1.0))
-    moves.complete(Completion(TransferId(2), is_done=False, lost=(7,), cause="no space"))
+    moves.complete(Completion(TransferId(2), is_done=False, lost=(7,), cause="no space", max_free_bytes=5))
     moves.complete(Completion(TransferId(3), is_done=True, seconds=1.0, lost=(9,)))
-    failed = Completion(TransferId(1), is_done=False, lost=(7, 9), cause="no space")
+    failed = Completion(TransferId(1), is_done=False, lost=(7, 9), cause="no space", max_free_bytes=5)
     assert ends == [("target", failed), ("source", failed)]
 
 
