@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from strandline.cli import build_parser
+from strandline.engine.foreign_methods import FOREIGN_METHODS
 from strandline.foreign_flags import FOREIGN_FLAGS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,3 +54,8 @@ def test_foreign_flags_are_on_a_page_and_name_ours() -> None:
     assert set(FOREIGN_FLAGS) - named == set()
     advice = {flag for reason in FOREIGN_FLAGS.values() for flag in FLAG.findall(reason)}
     assert advice - serve_flags() == set()
+
+
+def test_foreign_methods_are_on_the_page_of_vllm() -> None:
+    page = (DOCS / "from-vllm.md").read_text()
+    assert [name for name in FOREIGN_METHODS if f"`LLM.{name}`" not in page] == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, starmap
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 from uuid import uuid4
 from weakref import finalize
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
+from strandline.engine.foreign_methods import foreign_method_error
 from strandline.engine.interrupts import uninterrupted
 from strandline.engine.loading import load_engine
 from strandline.engine.offline_prompts import ParsedPrompt, Prompt, PromptReader, as_list
@@ -36,6 +37,8 @@ from strandline.text.picture_placeholders import PicturePlaceholders
 from strandline.text.prompts import check_text
 
 LOGGER: Final = logging.getLogger("strandline.engine")
+
+CONTENT_FORMATS: Final = ("auto", "string")
 
 Message = Mapping[str, Any]
 MakeBar = Callable[..., contextlib.AbstractContextManager["tqdm[Any]"]]
@@ -93,6 +96,11 @@ class LLM:
         with self._shared.exclusively() if self._shared.process == os.getpid() else contextlib.nullcontext():
             self._close()
 
+    if not TYPE_CHECKING:  # checkers shall find unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise foreign_method_error(name)
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM cannot be pickled or copied: it holds a model's memory; make one in each process")
 
@@ -125,6 +133,7 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts in one batch; return the outputs in the prompts' order.
 
@@ -136,6 +145,7 @@ class LLM:
             sampling_params: parameters for all prompts, or one for each. None: the model's defaults.
             use_tqdm: show progress; or what makes the progress bar, called as ``tqdm`` is.
             lora_request: the LoRA adapter for all prompts, or one for each; it is loaded if it is not.
+            priority: that of all prompts, or one for each. None: that of ``sampling_params``.
 
         Raises:
             RequestError: a prompt or parameter cannot be served; none is run.
@@ -149,7 +159,7 @@ class LLM:
                 if len(loras) != len(parsed):
                     raise RequestError(f"{len(parsed)} prompts came with {len(loras)} LoRA requests")
                 parsed = [self._with_lora(prompt, lora) for prompt, lora in zip(parsed, loras, strict=True)]
-                params = self._check_params(len(parsed), sampling_params)
+                params = self._check_params(len(parsed), sampling_params, priority)
                 check = self.engine.frontend.check
                 requests = [
                     check(prompt.token_ids, each, prompt.pictures) for prompt, each in zip(parsed, params, strict=True)
@@ -165,6 +175,7 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -177,6 +188,8 @@ class LLM:
             messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them. Parts of
                 a content may be pictures, as the server takes them, or ``{"type": "image", "image": …}`` of Pillow.
                 ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
+            chat_template_content_format: ``auto`` or ``string``: the template gets texts, and parts where there are
+                pictures.
             add_generation_prompt: begin an answer after the last message.
             chat_template_kwargs: additional variables of the template, such as ``enable_thinking``.
             continue_final_message: continue the last message, without repeating it; needs ``add_generation_prompt``
@@ -186,6 +199,11 @@ class LLM:
         Raises:
             RequestError: a conversation or parameter cannot be served; none is run.
         """
+        if chat_template_content_format not in CONTENT_FORMATS:
+            raise RequestError(
+                f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, as the template gets "
+                f"texts; got {chat_template_content_format!r:.100}"
+            )
         if isinstance(messages, str | Mapping):
             raise RequestError(
                 f"messages must be a list of messages, or a list of such lists, got {messages!r:.100}", param="messages"
@@ -374,20 +392,30 @@ class LLM:
         return replace(prompt, salt=with_epoch(salt, self._epoch) if self._epoch else salt)
 
     def _check_params(
-        self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        num_prompts: int,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[CheckedParams]:
         """Return checked parameters, one for each prompt."""
         check = self.engine.frontend.check_params
         if params is None:
             params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams) and not isinstance(priority, Sequence):
+            return [check(params if priority is None else replace(params, priority=priority))] * num_prompts
         if isinstance(params, SamplingParams):
-            return [check(params)] * num_prompts
+            params = [params] * num_prompts
         given: Any = params
         if not isinstance(given, Sequence) or not all(isinstance(each, SamplingParams) for each in given):
             raise RequestError(f"sampling_params must be SamplingParams, or a list of them, got {params!r:.100}")
         if len(params) != num_prompts:
             raise RequestError(f"{num_prompts} prompts came with {len(params)} sampling parameters")
-        return [check(each) for each in params]
+        if priority is None:
+            return [check(each) for each in params]
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * num_prompts
+        if len(priorities) != num_prompts:
+            raise RequestError(f"{num_prompts} prompts came with {len(priorities)} priorities", param="priority")
+        return [check(replace(each, priority=value)) for each, value in zip(params, priorities, strict=True)]
 
     def _add(self, prompt: ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack, inbox: Inbox) -> str:
         """Add a request of a call. It is aborted when the stack unwinds before it has finished."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Final, TypeVar
@@ -195,6 +195,10 @@ class SamplingParams:
         if self.structured_outputs is not None:
             object.__setattr__(copied, "structured_outputs", self.structured_outputs.owned())
         return copied
+
+    def clone(self) -> "SamplingParams":
+        """Return an equal copy that shares no list or dictionary with this one."""
+        return deepcopy(self)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":

@@ -18,6 +18,7 @@ from strandline.device import uni_executor
 from strandline.device.hardware import dtypes
 from strandline.device.steps import prompt_logprobs
 from strandline.device.uni_executor import PREFAULTED_BYTES
+from strandline.engine.foreign_methods import FOREIGN_METHODS
 from strandline.errors import ConfigError, RequestError
 from strandline.kernels.binding import why_unavailable
 from strandline.text.model_files import STRICT_TEMPLATE
@@ -256,6 +257,36 @@ def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
 def test_chat_refuses_what_is_no_list_of_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match="messages must be a list of messages, or a list of such lists, got "):
         llm.chat(messages)
+
+
+def test_chat_takes_vllms_content_formats_that_templates_get(llm: LLM) -> None:
+    messages, params = [{"role": "user", "content": "ab"}], SamplingParams(temperature=0, max_tokens=1)
+    outputs = [
+        llm.chat(messages, params, chat_template_content_format=each, use_tqdm=False)[0].prompt_token_ids
+        for each in ("auto", "string")
+    ]
+    assert outputs[0] == outputs[1]
+    with pytest.raises(RequestError, match="must be one of auto, string, as the template gets texts; got 'openai'"):
+        llm.chat(messages, params, chat_template_content_format="openai")
+
+
+def test_priorities_of_a_call_order_its_prompts(make_llm: MakeLLM) -> None:
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for given in (params, [params] * 3):
+        outputs = llm.generate([[1], [2], [3]], given, priority=[2, 0, 1], use_tqdm=False)
+        ends_s = [output.times.finished_s or 0.0 for output in outputs]
+        assert sorted(range(3), key=ends_s.__getitem__) == [1, 2, 0]
+        assert len(llm.generate([[1], [2], [3]], given, priority=3, use_tqdm=False)) == 3
+    with pytest.raises(RequestError, match="3 prompts came with 2 priorities"):
+        llm.generate([[1], [2], [3]], params, priority=[1, 2])
+
+
+@pytest.mark.parametrize("name", FOREIGN_METHODS)
+def test_error_about_a_method_of_vllm_says_what_to_do(llm: LLM, name: str) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': "):
+        getattr(llm, name)
 
 
 def test_chat_continues_the_last_message(llm: LLM) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from strandline import SamplingParams
 from strandline.errors import RequestError
+from strandline.records.sampling_params import StructuredOutputsParams
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": float("nan")}, "temperature must be a number between 0 and 1000000, got nan"),
@@ -99,3 +100,15 @@ def test_a_very_low_temperature_is_greedy() -> None:
     assert SamplingParams(temperature=0).is_greedy
     assert SamplingParams(temperature=1e-6).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
+
+
+def test_clone_shares_no_container() -> None:
+    schema = {"type": "object"}
+    params = SamplingParams(stop=["x"], structured_outputs=StructuredOutputsParams(json=schema), seed=1)
+    clone = params.clone()
+    assert clone == params
+    assert clone.stop_strings == ("x",)
+    assert isinstance(clone.stop, list)
+    clone.stop.append("y")
+    schema["type"] = "array"
+    assert (params.stop, clone.structured_outputs) == (["x"], StructuredOutputsParams(json={"type": "object"}))
