@@ -33,7 +33,7 @@ def test_headers_have_the_id_in_the_name_of_the_response(server: ServerProcess, 
     assert name == f"{prefix}{shown}"
 
 
-def test_clients_own_id_is_taken_and_two_equal_ones_are_served(server: ServerProcess) -> None:
+def test_clients_may_give_equal_ids(server: ServerProcess) -> None:
     url, body = f"{server.url}/v1/completions", {**BODIES["/v1/completions"][1], "stream": True}
     headers = {"X-Request-Id": "their-1.2:3_4"}
     with http_stream("POST", url, json=body, headers=headers) as first:
