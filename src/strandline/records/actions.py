@@ -169,11 +169,10 @@ class DropStored:
 
 
 class FoundFile(NamedTuple):
-    """A file of a store that another engine has written."""
+    """A file of a store that another engine has written. The addresses of its items follow each other."""
 
     name: str
     first_address: int
-    """The address of its first item; those of the others follow."""
     num_items: int
 
 
