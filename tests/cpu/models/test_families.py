@@ -1,6 +1,7 @@
 """Our models' logits equal transformers', however the tokens are spread over steps, sequences and snapshots."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from tests.cpu.models.families import (
     CONFIGS,
     FAMILIES,
     REPRESENTATIVES,
+    config_of,
     kinds_of_layers,
     oracle_logits,
     prompt,
+    random_model,
     save,
 )
 
@@ -121,6 +124,15 @@ def test_a_snapshot_at_any_cut_resumes_with_the_cold_logits(load: Loader, name: 
     resumed, _ = driver.step([Part(fork, tokens[fork.num_tokens :]) for fork in forks])
     for position, logits in zip(cuts, resumed, strict=True):
         assert_close(logits, expected[position:])
+
+
+def test_equal_scores_of_an_index_choose_as_the_oracle(tmp_path: Path) -> None:
+    config, tokens = config_of("glm5_next"), prompt(LONG)
+    config.text_config.index_n_heads = 1  # where its weight is negative, the greatest scores are all 0
+    expected = random_model(config, len("glm5_next"))(torch.tensor([tokens]), use_cache=False).logits[0]
+    model = load_model(save("glm5_next", tmp_path, index_n_heads=1), ModelOptions(dtype=torch.float32))
+    for size in (LONG, 63):
+        assert_close(run_in_chunks(Driver(model), Running(), tokens, size), expected)
 
 
 def test_a_snapshot_serves_many_and_is_never_written(load: Loader) -> None:
