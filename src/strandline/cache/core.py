@@ -182,7 +182,7 @@ class PrefixCache:
             raise CacheInvariantError(f"request {request_id} has a lease already")
         root = self._index.root(salt)
         is_asked = terms.may_read and self.is_enabled
-        match = self._index.find(root, tokens.data) if is_asked else Match(Walk(root, 0, None, 0), 0, None)
+        match = self._index.find(root, tokens.data) if is_asked else Match(end := Walk(root, 0, None, 0), 0, None, end)
         upper = self._index.split_at(match.end)
         account = self._reasons.account(tokens, salt, match) if is_asked else Account.not_asked(len(tokens))
         account = account.blaming(Reason.LOAD_FAILED, terms.load_failed_end)

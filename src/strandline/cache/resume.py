@@ -16,6 +16,8 @@ class Match(NamedTuple):
     """The tokens before it are hit."""
     snapshot: Snapshot | None
     """The snapshot that the prompt resumes from; None: nothing is hit, or prompts resume without snapshots."""
+    walked: Walk
+    """``end`` before it was moved up out of a picture: what the device really has, and what tiers have after it."""
 
     @property
     def copied_run(self) -> Run | None:

@@ -15,10 +15,10 @@ from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens, AtWindo
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import WindowClass
 from strandline.cache.walk import walk
-from strandline.records.account import SnapshotKind
+from strandline.records.account import Reason, SnapshotKind
 from strandline.records.pictures import is_virtual, virtual_ids
 from strandline.records.tokens import TokenBuffer, decode
-from tests.cpu.cache.driver import Driver
+from tests.cpu.cache.driver import Driver, only_miss
 
 Tokens = tuple[int, ...]
 
@@ -141,13 +141,18 @@ def test_request_with_another_picture_follows_up_to_its_start() -> None:
     assert driver.lookup(dog).hit == lead.position
 
 
-def test_offer_reaches_beyond_a_partly_cached_picture() -> None:
+@pytest.mark.parametrize(("num_blocks", "num_loaded"), [(6, 1), (3, 4)])
+def test_offer_brings_what_the_device_lacks_beyond_a_cut_picture(num_blocks: int, num_loaded: int) -> None:
     driver, prompt = Driver(lower_blocks=(60,)), prompt_of([("text", 100), ("cat", 300), ("text", 30)])
     driver.serve(prompt)
     parts, tokens = driver.cache.internals(), TokenBuffer(prompt)
-    while walk(parts.index.roots[""], tokens.data).num_blocks > 3:
+    while walk(parts.index.roots[""], tokens.data).kv_tokens > num_blocks * 64:
         assert parts.memory.evict()
-    assert driver.lookup(prompt).kv_tokens == prompt.index(4) + 1 < 3 * 64
+    account = driver.lookup(prompt)
+    assert account.kv_tokens == prompt.index(4) + 1
+    assert only_miss(account).reason is Reason.DEMOTED
     offer = driver.loads.tier_offer(tokens)
     assert offer is not None
-    assert offer.position == len(prompt)
+    assert (offer.position, len(offer.blocks)) == (len(prompt), num_loaded)
+    assert driver.bring_back(prompt)
+    assert driver.lookup(prompt).hit == len(prompt)

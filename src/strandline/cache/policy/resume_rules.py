@@ -20,9 +20,10 @@ class AtSnapshots:
     needs_snapshots: ClassVar[bool] = True
 
     def match(self, root: Run, data: bytearray) -> Match:
-        end = _outside_pictures(walk(root, data), data)
+        walked = walk(root, data)
+        end = _outside_pictures(walked, data)
         snapshot = deepest_snapshot(end, data)
-        return Match(end, snapshot.position if snapshot else 0, snapshot)
+        return Match(end, snapshot.position if snapshot else 0, snapshot, walked)
 
     def last(self, num_tokens: int) -> int:
         return num_tokens
@@ -32,7 +33,8 @@ class AtSnapshots:
 
     def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the match without its snapshot, which would need memory in addition to the request's own state."""
-        return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None)
+        whole = Walk(upper, match.end.num_blocks, None, 0)
+        return Match(whole, 0, None, whole)
 
     def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
         return Reason.SNAPSHOT_EVICTED if _lost_snapshot(match, data) else Reason.NO_SNAPSHOT
@@ -55,9 +57,10 @@ class AtTokens:
     needs_snapshots: ClassVar[bool] = False
 
     def match(self, root: Run, data: bytearray) -> Match:
-        end = _outside_pictures(walk(root, data), data)
+        walked = walk(root, data)
+        end = _outside_pictures(walked, data)
         last = min(end.kv_tokens, self.last(len(data) // TOKEN_BYTES))
-        return Match(end, resumable_end(data, last, self.grid_tokens), None)
+        return Match(end, resumable_end(data, last, self.grid_tokens), None, walked)
 
     def last(self, num_tokens: int) -> int:
         return max(num_tokens - 1, 0) // self.grid_tokens * self.grid_tokens
@@ -69,7 +72,7 @@ class AtTokens:
         """Return the match of whole blocks alone, which the request shares."""
         whole = Walk(upper, match.end.num_blocks, None, 0)
         last = min(whole.kv_tokens, self.last(len(data) // TOKEN_BYTES))
-        return Match(whole, resumable_end(data, last, self.grid_tokens), None)
+        return Match(whole, resumable_end(data, last, self.grid_tokens), None, whole)
 
     def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
         return Reason.REPEATED
@@ -90,14 +93,15 @@ class AtWindowEnds:
     needs_snapshots: ClassVar[bool] = True
 
     def match(self, root: Run, data: bytearray) -> Match:
-        end = _outside_pictures(walk(root, data), data)
+        walked = walk(root, data)
+        end = _outside_pictures(walked, data)
         num_tokens = len(data) // TOKEN_BYTES
         last = resumable_end(data, self.last(num_tokens), self.grid_tokens)
         within = end
         if last < num_tokens - 1 and last < end.kv_tokens:
             within, data = _ending_at(end, last), data[: last * TOKEN_BYTES]
         snapshot = deepest_snapshot(within, data)
-        return Match(end, min(snapshot.position, last) if snapshot else 0, snapshot)
+        return Match(end, min(snapshot.position, last) if snapshot else 0, snapshot, walked)
 
     def last(self, num_tokens: int) -> int:
         return max(num_tokens - 1, 0) // self.grid_tokens * self.grid_tokens
@@ -144,7 +148,7 @@ def _ending_at(end: Walk, position: int) -> Walk:
         return end._replace(partial_run=end.partial_run if num_partial else None, partial_tokens=num_partial)
     holder = next(run for run in end.run.ancestry() if run.start_block <= num_blocks)
     run = holder if holder.start_block < num_blocks or holder.parent is None else holder.parent
-    return Walk(run, num_blocks, holder if num_partial else None, num_partial, end.last)
+    return Walk(run, num_blocks, holder if num_partial else None, num_partial)
 
 
 def _lost_snapshot(match: Match, data: bytearray) -> bool:

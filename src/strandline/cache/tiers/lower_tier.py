@@ -304,13 +304,13 @@ class LowerTier:
             return None
         copy, position = found
         whole = position // BLOCK_TOKENS
-        first = min(match.end.num_blocks, whole)
+        first = min(match.walked.num_blocks, whole)
         num_blocks = whole - first
         if copy is not None:
             num_blocks += self.blocks_of(copy.snapshot)
         if not self.costs.pays(num_blocks * self.block_bytes, position - match.position):
             return None
-        addresses = self.column.addresses(match.end.last, first)[: whole - first].tolist()
+        addresses = self.column.addresses(match.walked.last, first)[: whole - first].tolist()
         offered: tuple[OfferedSnapshot, ...] = ()
         if copy is not None:
             offered = (OfferedSnapshot(position, copy.address, copy.kind),)
@@ -327,7 +327,7 @@ class LowerTier:
 
     def find(self, data: bytearray, match: Match) -> TierEnd | None:
         """Return the deepest position at which a prompt could resume beyond its hit on the device, or None."""
-        end = self.column.last_on_path(match.end.last)
+        end = self.column.last_on_path(match.walked.last)
         addresses, lacking = self.column.addresses(end), end.depth
         for found in self._ends_on(end, data, match):
             num_blocks = found.position // BLOCK_TOKENS
@@ -349,7 +349,7 @@ class LowerTier:
             return
         for num_blocks in range(end.depth, -1, -1):
             position = num_blocks * BLOCK_TOKENS
-            if position <= match.end.kv_tokens:
+            if position <= match.walked.kv_tokens:
                 return
             if self._rule.resumes_at(data, position) > match.position:
                 yield TierEnd(None, position)
@@ -399,7 +399,7 @@ class LowerTier:
 def first_lacking(addresses: Sequence[int], match: Match, first: int, end: int) -> int:
     """Return the first block in ``[first, end)`` that has no address and is not on the device; else ``end``."""
     for index, address in enumerate(addresses[first:end], first):
-        if address == NO_ADDRESS and index >= match.end.num_blocks:
+        if address == NO_ADDRESS and index >= match.walked.num_blocks:
             return index
     return end
 
