@@ -19,11 +19,14 @@ from strandline.cache.tree import Run
 from strandline.ids import BLOCK_TOKENS, PATH, BlockId, RequestId, SlotId
 from strandline.records.account import Account, Reason, SnapshotKind
 from strandline.records.actions import MoveBlock
-from strandline.records.tokens import TokenBuffer, decode
+from strandline.records.pictures import is_virtual, virtual_ids
+from strandline.records.tokens import TokenBuffer, common_tokens, decode, resumable_end
 from tests.cpu.cache.device import Tokens, runs
 from tests.cpu.cache.driver import Driver, published, reasons
 
 MAX_PROMPT_TOKENS = 420
+PICTURES = ((10, 65), (67, 193), (195, 257))
+"""Where patterns have pictures. Every second pattern lacks the first one."""
 SALTS = ("", "other")
 
 TakeOrder = Literal["blocks first", "slots first", "by turns"]
@@ -32,6 +35,22 @@ TakeOrder = Literal["blocks first", "slots first", "by turns"]
 def pattern(seed: int, num_tokens: int) -> list[int]:
     """Return tokens of an alphabet of two; a seed gives the same prefix at any length."""
     return random.Random(seed).choices((1, 2), k=num_tokens)
+
+
+def pattern_with_pictures(seed: int, num_tokens: int) -> list[int]:
+    """Return a pattern with pictures."""
+    tokens = pattern(seed, num_tokens)
+    for start, end in PICTURES[seed % 2 :]:
+        tokens[start:end] = virtual_ids(bytes([seed, start]), 1, end - start)[: max(num_tokens - start, 0)]
+    return with_whole_pictures(tokens)
+
+
+def with_whole_pictures(tokens: Sequence[int]) -> list[int]:
+    """Return a prompt without the picture that it ends inside of."""
+    num_tokens = len(tokens)
+    while num_tokens and is_virtual(tokens[num_tokens - 1]):
+        num_tokens -= 1
+    return list(tokens[:num_tokens])
 
 
 class History:
@@ -46,8 +65,10 @@ class History:
         emits_events: bool = False,
         lower_blocks: Sequence[int] = (),
         windows: tuple[WindowClass, ...] = (),
+        has_pictures: bool = False,
     ) -> None:
         self.rule = rule
+        self._pattern = pattern_with_pictures if has_pictures else pattern
         self.driver = Driver(
             num_slabs,
             blocks_per_slab,
@@ -67,6 +88,11 @@ class History:
     def lease(self, index: int) -> Lease:
         return self.running[index % len(self.running)][1]
 
+    def _derived(self, base: int, kept: int, pattern_seed: int, num_more: int) -> list[int]:
+        """Return a prompt made of the first ``kept`` tokens of an earlier one and a pattern."""
+        first = with_whole_pictures(self.prompts[base % len(self.prompts)][:kept])
+        return with_whole_pictures([*first, *self._pattern(pattern_seed, num_more)][:MAX_PROMPT_TOKENS]) or [1]
+
     # Events
 
     def admit_derived(
@@ -82,17 +108,16 @@ class History:
         read: bool = True,
     ) -> None:
         """Admit a prompt made of the first ``kept`` tokens of an earlier one, a pattern, and perhaps one edit."""
-        prompt = list(self.prompts[base % len(self.prompts)][:kept]) + pattern(pattern_seed, num_more)
-        prompt = prompt[:MAX_PROMPT_TOKENS] or [1]
+        prompt = self._derived(base, kept, pattern_seed, num_more)
         if 0 <= edited < len(prompt):
-            prompt[edited] = 3 - prompt[edited]
+            prompt[edited] ^= 1 if is_virtual(prompt[edited]) else 3
         self.prompts.append(tuple(prompt))
         self.admit(tuple(prompt), salt, step_tokens, read=read)
 
     def admit_duplicate(self, index: int, num_tokens: int) -> None:
         """Admit a prefix of a running request's tokens, which that request may still be computing."""
         salt, lease = self.running[index % len(self.running)]
-        self.prompts.append(tuple(decode(lease.tokens.data))[:num_tokens])
+        self.prompts.append(tuple(with_whole_pictures(decode(lease.tokens.slice(0, num_tokens)))))
         self.admit(self.prompts[-1], salt)
 
     def admit(self, prompt: Tokens, salt: str = "", step_tokens: int = 1, *, read: bool = True) -> Lease | None:
@@ -117,19 +142,20 @@ class History:
     def follow(self, index: int, num_tokens: int, pattern_seed: int, num_more: int) -> None:
         """Find a leader for a prompt that shares a running request's prefix, and follow it."""
         salt, lease = self.running[index % len(self.running)]
-        prompt = (*decode(lease.tokens.slice(0, num_tokens)), *pattern(pattern_seed, num_more))
+        shared = with_whole_pictures(decode(lease.tokens.slice(0, num_tokens)))
+        prompt = (*shared, *self._pattern(pattern_seed, num_more))
         lead = self.cache.find_leader(TokenBuffer(prompt), salt)
         if lead is not None:
             self.cache.follow(lead)
             assert lead.is_pending
             assert lead.lease.transfer is not None or lead.lease in [lease for _, lease in self.running]
-            shared = tuple(decode(lead.lease.tokens.slice(0, lead.position)))
-            assert shared == prompt[: lead.position]
+            assert tuple(decode(lead.lease.tokens.slice(0, lead.position))) == prompt[: lead.position]
             assert lead.position > self.driver.lookup(prompt, salt).hit
 
     def wait(self, base: int, kept: int, pattern_seed: int, num_more: int) -> None:
         """Protect the expected hit of a prompt that shares a prefix with an earlier one."""
-        prompt = (*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more))
+        first = with_whole_pictures(self.prompts[base % len(self.prompts)][:kept])
+        prompt = (*first, *self._pattern(pattern_seed, num_more))
         self._num_waiters += 1
         self.cache.expect(RequestId(f"waiter-{self._num_waiters}"), TokenBuffer(prompt))
 
@@ -195,7 +221,7 @@ class History:
         reached = max((position for position in ends if position <= end), default=max(ends, default=0))
         self.driver.release(lease, SnapshotKind.GENERATION_END, end)
         self._is_flushed = True
-        if reached and self.rule.needs_snapshots:
+        if reached and self.rule.needs_snapshots and not is_inside_picture(lease, reached):
             assert (salt, tuple(decode(lease.tokens.slice(0, reached)))) in published(self.cache)
         self._check_kept_tokens(salt, lease)
 
@@ -206,7 +232,7 @@ class History:
         had_state, computed = self._has_own_state(lease), lease.tokens.slice(0, lease.computed)
         self.driver.release(lease, kind)
         self._is_flushed = True
-        if had_state and computed and self.rule.needs_snapshots:
+        if had_state and computed and self.rule.needs_snapshots and not is_inside_picture(lease, lease.computed):
             assert (salt, tuple(decode(computed))) in published(self.cache)
         self._check_kept_tokens(salt, lease)
 
@@ -219,8 +245,10 @@ class History:
         fits = self.rule.needs_slots or num_blocks <= self.cache.memory_use().max_blocks
         is_alone = not self.running and not self.cache.holds_for_others
         assert again is not None or not is_alone or not fits, "a request that is alone can always go on"
+        had_state &= not (self.rule.needs_snapshots and is_inside_picture(lease, lease.computed))
         if had_state and again is not None and Reason.NO_ROOM not in reasons(again.account):
-            assert again.computed >= min(lease.computed, self.rule.last(len(tokens))) // self._grid * self._grid
+            last = min(lease.computed, self.rule.last(len(tokens)))
+            assert again.computed >= resumable_end(lease.tokens.data, last, self._grid)
 
     @property
     def _grid(self) -> int:
@@ -240,11 +268,11 @@ class History:
         self, base: int, kept: int, pattern_seed: int, num_more: int, first_block: int, num_snapshots: int, salt: str
     ) -> None:
         """Begin to load a prefix that begins like an earlier prompt."""
-        tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
-        tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
+        tokens = self._derived(base, kept, pattern_seed, num_more)
         self.prompts.append(tuple(tokens))
         addresses = random.Random(str((kept, num_more, len(self.prompts))))
         positions = {len(tokens), *(addresses.randint(1, len(tokens)) for _ in range(num_snapshots))}
+        positions = {resumable_end(TokenBuffer(tokens).data, position) for position in positions} - {0}
         offer = self.driver.offer(tokens, positions if self.rule.needs_snapshots else (), first_block=first_block)
         prompt = (*tokens, *pattern(pattern_seed, 3))
         before = fingerprint(self.driver)
@@ -265,8 +293,7 @@ class History:
 
     def load_from_tier(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str) -> None:
         """Begin to load what rests of a prompt that begins like an earlier one."""
-        tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
-        tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
+        tokens = self._derived(base, kept, pattern_seed, num_more)
         before = fingerprint(self.driver)
         offer = self.loads.tier_offer(TokenBuffer(tokens), salt)
         account = self.driver.lookup(tokens, salt)
@@ -280,6 +307,22 @@ class History:
             assert self.loads.find_shared(buffer, offer, salt) is not None, "what is offered can be loaded"
         self.driver.load(tokens, offer, salt)
         self._is_flushed = True
+
+    def _resumable_after_load(self, prompt: Tokens, salt: str) -> int:
+        """Return the deepest position at which a prompt could resume with a whole entry of a tier, trying them all."""
+        best, data = 0, TokenBuffer(prompt).data
+        for tier in self.loads.tiers:
+            root = tier.tree.roots.get(tier.tree.name(salt))
+            for copy in () if root is None else tier.column.below(root):
+                path = copy.snapshot.path()
+                if self.rule.needs_snapshots:
+                    num_shared = copy.position if copy.address and data.startswith(path) else 0
+                else:
+                    num_shared = common_tokens(path, data) // BLOCK_TOKENS * BLOCK_TOKENS
+                position = self.rule.resumes_at(data, num_shared)
+                if position > best and tier.is_whole(copy.snapshot):
+                    best = position
+        return best
 
     def end_load(self, index: int, *, is_done: bool) -> None:
         """End a transfer of a load, whichever began first; cancelled or not."""
@@ -307,11 +350,10 @@ class History:
 
     def adopt(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str, idle_s: float = 0.0) -> None:
         """Find that another engine has stored a prompt that begins like an earlier one in the last tier."""
-        tokens = [*self.prompts[base % len(self.prompts)][:kept], *pattern(pattern_seed, num_more)]
-        tokens = tokens[:MAX_PROMPT_TOKENS] or [1]
+        tokens = self._derived(base, kept, pattern_seed, num_more)
         if not self.rule.needs_slots:
             tokens = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
-        self.prompts.append(tuple(tokens) or (1,))
+        self.prompts.append(tuple(with_whole_pictures(tokens)) or (1,))
         if tokens:
             self.driver.adopt(tokens, salt, idle_s)
             self._is_flushed = True
@@ -399,22 +441,31 @@ class History:
             snapshots = {tokens for name, tokens in found if name == salt}
             paths = all_paths(roots[salt]) if salt in roots else []
             for prompt in (*self.prompts[-4:], *self.prompts[1:3]):
-                self._check_account(self.driver.lookup(prompt, salt), prompt, snapshots, paths)
+                account = self.driver.lookup(prompt, salt)
+                self._check_account(account, prompt, snapshots, paths)
+                demoted = [miss.end for miss in account.misses if miss.reason is Reason.DEMOTED]
+                assert max(demoted, default=account.hit) >= self._resumable_after_load(prompt, salt), "a tier has more"
         assert fingerprint(self.driver) == before, "a lookup changed something"
 
     def _check_account(self, account: Account, prompt: Tokens, found: set[Tokens], paths: list[Tokens]) -> None:
+        data = TokenBuffer(prompt).data
         longest = max((num_shared(path, prompt) for path in paths), default=0)
-        assert account.kv_tokens == longest
+        assert account.kv_tokens == resumable_end(data, longest)
         if self.rule.needs_snapshots:
             last = self.rule.last(len(prompt))
             assert account.hit == max((min(len(t), last) for t in found if prompt[: len(t)] == t), default=0)
         else:
-            assert account.hit == min(longest, max(len(prompt) - 1, 0)) // self._grid * self._grid
+            assert account.hit == resumable_end(data, min(longest, max(len(prompt) - 1, 0)), self._grid)
         assert account.queried == len(prompt) == account.hit + sum(miss.num_tokens for miss in account.misses)
         position = account.hit
         for miss in account.misses:
             assert miss.start == position < miss.end
             position = miss.end
+
+
+def is_inside_picture(lease: Lease, position: int) -> bool:
+    """Return whether a position is strictly inside a picture."""
+    return resumable_end(lease.tokens.data, position) < position
 
 
 def _allocations(num_blocks: int, num_slots: int, order: TakeOrder) -> list[bool]:

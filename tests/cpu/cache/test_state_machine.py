@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,6 +25,11 @@ MAX_RUNNING = 4
 SIZES = [(60, 25, 200, 8, 1), (300, 60, 20, 1), (300, 100, 20, 1)]
 """Sizes of tiers in blocks, nearest first."""
 RULES = [AT_SNAPSHOTS, AT_SNAPSHOTS, AtTokens()]
+TIERED: dict[str, st.SearchStrategy[Any]] = {
+    "shape": st.sampled_from(SHAPES[::-1]),
+    "rule": st.sampled_from(RULES),
+    "has_pictures": st.booleans(),
+}
 ORDERS: list[TakeOrder] = ["blocks first", "slots first", "by turns"]
 RELEASE_KINDS = [SnapshotKind.GENERATION_END, SnapshotKind.PREEMPTION]
 
@@ -180,9 +186,15 @@ def tier_sizes(least: int, most: int) -> st.SearchStrategy[Sequence[int]]:
 class TieredCacheMachine(LoadingCacheMachine):
     """The same, with a tier below the device."""
 
-    @initialize(shape=st.sampled_from(SHAPES[::-1]), rule=st.sampled_from(RULES), lower_blocks=tier_sizes(1, 1))
-    def start(self, shape: tuple[int, int], rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()) -> None:
-        self.history = History(*shape, rule, lower_blocks=lower_blocks)
+    @initialize(**TIERED, lower_blocks=tier_sizes(1, 1))
+    def start(
+        self,
+        shape: tuple[int, int],
+        rule: ResumeRule = AT_SNAPSHOTS,
+        lower_blocks: Sequence[int] = (),
+        has_pictures: bool = False,
+    ) -> None:
+        self.history = History(*shape, rule, lower_blocks=lower_blocks, has_pictures=has_pictures)
 
     @rule(
         base=st.integers(0, 30),
@@ -219,17 +231,29 @@ class TieredCacheMachine(LoadingCacheMachine):
 class TwoTierCacheMachine(TieredCacheMachine):
     """The same, with a persistent tier below that one, and spills that end late, in any order, well or badly."""
 
-    @initialize(shape=st.sampled_from(SHAPES[::-1]), rule=st.sampled_from(RULES), lower_blocks=tier_sizes(2, 2))
-    def start(self, shape: tuple[int, int], rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()) -> None:
-        self.history = History(*shape, rule, lower_blocks=lower_blocks)
+    @initialize(**TIERED, lower_blocks=tier_sizes(2, 2))
+    def start(
+        self,
+        shape: tuple[int, int],
+        rule: ResumeRule = AT_SNAPSHOTS,
+        lower_blocks: Sequence[int] = (),
+        has_pictures: bool = False,
+    ) -> None:
+        super().start(shape, rule, lower_blocks, has_pictures)
 
 
 class ThreeTierCacheMachine(TieredCacheMachine):
     """The same, with two persistent tiers."""
 
-    @initialize(shape=st.sampled_from(SHAPES[::-1]), rule=st.sampled_from(RULES), lower_blocks=tier_sizes(3, 3))
-    def start(self, shape: tuple[int, int], rule: ResumeRule = AT_SNAPSHOTS, lower_blocks: Sequence[int] = ()) -> None:
-        self.history = History(*shape, rule, lower_blocks=lower_blocks)
+    @initialize(**TIERED, lower_blocks=tier_sizes(3, 3))
+    def start(
+        self,
+        shape: tuple[int, int],
+        rule: ResumeRule = AT_SNAPSHOTS,
+        lower_blocks: Sequence[int] = (),
+        has_pictures: bool = False,
+    ) -> None:
+        super().start(shape, rule, lower_blocks, has_pictures)
 
 
 class StatelessLoadingCacheMachine(LoadingCacheMachine):
@@ -317,6 +341,21 @@ def test_long_histories_with_tiers_below_agree_with_the_dictionary(
     shape: tuple[int, int], rule: ResumeRule, lower_blocks: tuple[int, ...]
 ) -> None:
     check_long_history_with_tiers(History(*shape, rule, lower_blocks=lower_blocks), str(shape))
+
+
+@pytest.mark.parametrize(
+    ("lower_blocks", "rule", "seed"),
+    [
+        ((60,), AT_SNAPSHOTS, "20"),
+        ((16, 400), AT_SNAPSHOTS, "37"),
+        pytest.param((60,), AtTokens(), "(16, 1)", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_long_histories_with_pictures_and_tiers_agree_with_the_dictionary(
+    lower_blocks: tuple[int, ...], rule: ResumeRule, seed: str
+) -> None:
+    check_long_history_with_tiers(History(16, 1, rule, lower_blocks=lower_blocks, has_pictures=True), seed)
 
 
 def check_long_history_with_tiers(history: History, seed: str) -> None:
