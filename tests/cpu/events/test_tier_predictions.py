@@ -117,7 +117,8 @@ def held(history: History) -> set[int]:
     found = {(salt, encode(tokens)) for salt, tokens in published(history.cache)}
     for tier in history.loads.tiers:
         names = {tier.tree.name(salt): salt for salt in SALTS}
-        found |= {(names[copy.snapshot.tree], copy.snapshot.path()) for copy in tier.snapshots()}
+        snapshots = [copy.snapshot for copy in tier.snapshots()]
+        found |= {(names[tier.tree.name_of(each.home)], each.path()) for each in snapshots}
     return {snapshot_key(salt, data) for salt, data in found}
 
 

@@ -25,17 +25,10 @@ NAMES = ("Ada", "Bob")
 
 
 @pytest.fixture(scope="module")
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sockets")
-
-
-@pytest.fixture(scope="module")
-def pair(bytes_dir: Path, sockets: Path) -> Iterator[ServerProcess]:
-    """A server of two engines, which publishes its events and lets tests drop what is cached."""
-    endpoints = {"endpoint": f"ipc://{sockets}/live", "replay_endpoint": f"ipc://{sockets}/replay"}
-    events = json.dumps({"enable_kv_cache_events": True, **endpoints})
-    flags = (*TWO, "--kv-events-config", events, "--enable-admin-endpoints")
-    with running_server(bytes_dir, sockets / "log", *flags) as server:
+def pair(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of two engines, which lets tests drop what is cached."""
+    log = tmp_path_factory.mktemp("pair") / "log"
+    with running_server(bytes_dir, log, *TWO, "--enable-admin-endpoints") as server:
         yield server
 
 
@@ -157,18 +150,21 @@ def test_the_cache_page_shows_one_engine(pair: ServerProcess) -> None:
         assert "engines are numbered from 0 to 1" in wrong.json()["error"]["message"]
 
 
-def test_each_engine_publishes_its_events(pair: ServerProcess, sockets: Path) -> None:
+def test_each_engine_publishes_its_events(bytes_dir: Path, tmp_path: Path) -> None:
+    live, replay = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"
+    config = json.dumps({"enable_kv_cache_events": True, "endpoint": live, "replay_endpoint": replay})
     prompt = "a prompt that an outside router looks for, on the engine that has it"
-    complete(pair, prompt)
-    tokens = pair.post("/tokenize", prompt=prompt).json()["tokens"]
-    hits = []
-    for suffix in ("", "_dp1"):
-        with Subscriber(f"ipc://{sockets}/live{suffix}", f"ipc://{sockets}/replay{suffix}") as subscriber:
-            assert subscriber.catch_up(TIMEOUT_S)
-            hits.append(subscriber.index.hit_tokens(PromptHashes(tokens)))
-    assert sorted(hits)[-1] == len(tokens)
-    assert sorted(hits)[0] < len(tokens)
-    assert f"engine 1: cache events: published on ipc://{sockets}/live_dp1" in pair.log()
+    with running_server(bytes_dir, tmp_path / "log", *TWO, "--kv-events-config", config) as server:
+        complete(server, prompt)
+        tokens = server.post("/tokenize", prompt=prompt).json()["tokens"]
+        hits = []
+        for suffix in ("", "_dp1"):
+            with Subscriber(live + suffix, replay + suffix) as subscriber:
+                assert subscriber.catch_up(TIMEOUT_S)
+                hits.append(subscriber.index.hit_tokens(PromptHashes(tokens)))
+        assert sorted(hits)[-1] == len(tokens)
+        assert sorted(hits)[0] < len(tokens)
+        assert f"engine 1: cache events: published on {live}_dp1" in server.log()
 
 
 def test_sigterm_drains_both_and_a_restart_finds_both_disks(

@@ -33,8 +33,7 @@ class AtSnapshots:
 
     def without_copy(self, match: Match, upper: Run, data: bytearray) -> Match:
         """Return the match without its snapshot, which would need memory in addition to the request's own state."""
-        whole = Walk(upper, match.end.num_blocks, None, 0)
-        return Match(whole, 0, None, whole)
+        return Match(Walk(upper, match.end.num_blocks, None, 0), 0, None, match.walked)
 
     def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
         return Reason.SNAPSHOT_EVICTED if _lost_snapshot(match, data) else Reason.NO_SNAPSHOT
@@ -72,7 +71,7 @@ class AtTokens:
         """Return the match of whole blocks alone, which the request shares."""
         whole = Walk(upper, match.end.num_blocks, None, 0)
         last = min(whole.kv_tokens, self.last(len(data) // TOKEN_BYTES))
-        return Match(whole, resumable_end(data, last, self.grid_tokens), None, whole)
+        return Match(whole, resumable_end(data, last, self.grid_tokens), None, match.walked)
 
     def why_not_deeper(self, match: Match, data: bytearray) -> Reason:
         return Reason.REPEATED
@@ -153,12 +152,11 @@ def _ending_at(end: Walk, position: int) -> Walk:
 
 def _lost_snapshot(match: Match, data: bytearray) -> bool:
     """Return whether a snapshot deeper than the hit was evicted on the matched path."""
-    end, hit = match.end, match.position
-    for run in end.run.ancestry():
+    for run in match.end.run.ancestry():
         for num_blocks, tail in run.evicted_snapshots:
-            is_on_path = num_blocks <= end.num_blocks and data.startswith(tail, num_blocks * BLOCK_KEY_BYTES)
-            if is_on_path and position_of((num_blocks, tail)) > hit:
+            is_on_path = num_blocks <= match.end.num_blocks and data.startswith(tail, num_blocks * BLOCK_KEY_BYTES)
+            if is_on_path and position_of((num_blocks, tail)) > match.position:
                 return True
-        if run.end_tokens <= hit:
+        if run.end_tokens <= match.position:
             return False
     return False
