@@ -192,7 +192,6 @@ class PrefixCache:
             if not match.position or self._leases:
                 return None
             match = self._rule.without_copy(match, upper, tokens.data)
-            upper = match.end.run
             account = account.without_room(match.position)
             if not self._try_pin(upper, match, tokens, step_tokens):
                 return None
