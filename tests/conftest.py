@@ -44,7 +44,7 @@ SHARE_SERVERS = re.compile(
     r"tests/cpu/bench/test_serving_command.py|tests/cpu/server/test_(admin|anthropic|bad_bodies|cache_page"
     r"|cache_page_browser|client_tools|clients|cross_origin|data_parallel|diagnostics|docs|embeddings|fuzz"
     r"|generate|grammar_trials|host_check|http|http_process|label_reads|listener|no_token|openai|openapi|reasoning"
-    r"|response_store|responses|routed_experts|slow_clients|threads|tools|vllm_fields|weight_transfer).py"
+    r"|request_ids|response_store|responses|routed_experts|slow_clients|threads|tools|vllm_fields|weight_transfer).py"
 )
 """Files whose tests ask the servers that session fixtures start; a second worker would start them again.
 
