@@ -36,14 +36,14 @@ from strandline.device.meta_device import META, zeros_from_meta
 from strandline.device.uni_executor import choose_kernels
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.arena import ArenaTensors
-from strandline.kernels.batch import AttentionBatch, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, RecurrentBatch, RerunBatch, StepBatch
 from strandline.kernels.chunk_table import Chunks, build_chunk_table
 from strandline.kernels.gemm.formats import fp8
 from strandline.kernels.gemm.formats.launches import few_pair, rows_launch
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.gpu import GPUS, kind_of
 from strandline.kernels.recording_triton import Variant, recording
-from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.recurrences.rerun import insert_logged
 from strandline.kernels.step import fetch_integers
 from strandline.model_config import ModelConfig, parse_model_config
 from strandline.models.model_options import ModelOptions
@@ -190,7 +190,7 @@ class Layers:
         )
         num_rows = count * (2 * num_drafts + 1)
         flat = [table.flatten() for table in tables]
-        replay = ReplayBatch(num_rows, *flat, insert_logged=self.kernels[insert_logged])
+        rerun = RerunBatch(num_rows, *flat, insert_logged=self.kernels[insert_logged])
         # The state is stored behind the last token that is certain.
         slots = [0] * count if device == META else slot_N.tolist()
         starts = [row for first in range(0, num_rows, 2 * num_drafts + 1) for row in (first, first + num_drafts + 1)]
@@ -198,7 +198,7 @@ class Layers:
         firsts = tuple(range(0, 2 * count + 1, 2))
         chunks = Chunks(firsts, tuple(starts), (num_drafts + 1, num_drafts) * count, cuts, is_short=True)
         columns = [torch.tensor(column, device=device) for column in chunks.columns]
-        return RecurrentBatch(slot_N, torch.zeros_like(slot_N), chunks.with_tensors(columns), replay=replay)
+        return RecurrentBatch(slot_N, torch.zeros_like(slot_N), chunks.with_tensors(columns), rerun=rerun)
 
     @torch.inference_mode()
     def forward(self) -> Tensor:
@@ -209,7 +209,7 @@ class Layers:
         """Return the hidden states of three steps from zeroed memory."""
         self.arena.bytes.zero_()
         for memory in self.arena.layers:
-            for log in (memory.replay or {}).values():
+            for log in (memory.draft_log or {}).values():
                 log.zero_()
         return torch.cat([self.forward().clone() for _ in range(3)])
 

@@ -354,7 +354,7 @@ def in_fp8(architecture: str, published: Model) -> str:
 
 def speculation(model: CausalLM) -> str:
     """Return the methods that can draft tokens; the model gets its draft layer, where the family has one."""
-    if not model.spec.can_replay:
+    if not model.spec.can_log_drafts:
         return "no"
     try:
         model.add_draft_layer()

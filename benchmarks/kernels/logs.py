@@ -15,15 +15,15 @@ from recurrences import KINDS, TINY_KINDS, Kind, decodes, gdn
 from torch import Tensor
 
 from strandline.ids import NO_TOKEN, PendingToken
-from strandline.kernels.batch import LogBatch, ReplayBatch, Slots
+from strandline.kernels.batch import LogBatch, RerunBatch, Slots
 from strandline.kernels.chunk_table import Chunks, ChunkTable
 from strandline.kernels.operation import Operation
-from strandline.kernels.recurrences.conv1d import Convolution, causal_conv1d_replay
+from strandline.kernels.recurrences.conv1d import Convolution, causal_conv1d_rerun
 from strandline.kernels.recurrences.gdn import gdn_prefill
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_decode_logged
 from strandline.kernels.recurrences.gdn_short_triton import Short
 from strandline.kernels.recurrences.mamba2_log import mamba2_decode_logged
-from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.recurrences.rerun import insert_logged
 from strandline.kernels.sampling.verification import LastStep, accept_drafts, resolve_pending
 from strandline.kernels.step import PlannedStep, SequenceColumns
 from strandline.records.plan import MAX_STOP_IDS
@@ -98,7 +98,7 @@ def decode_logged(operation: Operation[..., Tensor], kind: Kind, num_keys: int, 
     )
 
 
-def replay_of(num_sequences: int, *, is_padded: bool) -> tuple[ReplayBatch, ChunkTable]:
+def rerun_of(num_sequences: int, *, is_padded: bool) -> tuple[RerunBatch, ChunkTable]:
     """Return the rows and the chunks of a step in which every sequence verifies drafts.
 
     Args:
@@ -116,29 +116,29 @@ def replay_of(num_sequences: int, *, is_padded: bool) -> tuple[ReplayBatch, Chun
     )
     flat = [column.flatten() for column in columns]
     options: dict[str, Any] = {"insert_logged": bound(insert_logged), "is_padded": is_padded}
-    replay = ReplayBatch(num_sequences * ROWS + is_padded, *flat, **options)
+    rerun = RerunBatch(num_sequences * ROWS + is_padded, *flat, **options)
     starts = tuple(i * ROWS + part for i in range(num_sequences) for part in (0, 1 + DRAFTS))
     cuts = tuple(slot for i in range(num_sequences) for slot in (i + 1, 0))
     firsts = tuple(range(0, 2 * num_sequences + 1, 2))
     chunks = Chunks(firsts, starts, (1 + DRAFTS, DRAFTS) * num_sequences, cuts, is_short=True)
-    return replay, chunks.with_tensors([torch.tensor(column) for column in chunks.columns])
+    return rerun, chunks.with_tensors([torch.tensor(column) for column in chunks.columns])
 
 
 @case("gdn/verify", sequences=SEQUENCES, tiny={"sequences": 2, "kind": gdn(4, 16)})
 def verify_gdn(sequences: int, kind: Kind = GDN) -> Work:
     """Return the recurrence of steps that verify drafts; it writes the states that it reads."""
     num_layers = turns(sequences * kind.state_bytes, at_least=4, at_most=30)
-    replay, chunks = replay_of(sequences, is_padded=True)
+    rerun, chunks = rerun_of(sequences, is_padded=True)
     state_SLX, slots = kind.states(sequences, num_layers), torch.arange(1, sequences + 1)
     function = bound(gdn_prefill)
-    further = (Slots(slots, torch.zeros_like(slots)), chunks, replay)
-    whole = (further[0], replace(chunks, is_short=False), replay)
+    further = (Slots(slots, torch.zeros_like(slots)), chunks, rerun)
+    whole = (further[0], replace(chunks, is_short=False), rerun)
     return Work(
         {
             "strandline": function,
             "as a prefill": lambda inputs, state, *_: function(inputs, state, *whole),
         },
-        [(kind.inputs(replay.num_rows), state_SLX[:, layer], *further) for layer in range(num_layers)],
+        [(kind.inputs(rerun.num_rows), state_SLX[:, layer], *further) for layer in range(num_layers)],
         num_bytes=2.0 * sequences * kind.state_bytes,
         reference=gdn_prefill.reference,
         limit=2e-2,
@@ -158,18 +158,18 @@ def verify_launches() -> Iterator[Launch]:
 def verify_convolution(sequences: int, sizes: tuple[int, ...] = (8192, 32, 32)) -> Work:
     """Return the convolution of steps that verify drafts, in one launch or, as a prefill, in four."""
     num_layers = turns(1, at_least=2, at_most=30)
-    replay, chunks = replay_of(sequences, is_padded=False)
+    rerun, chunks = rerun_of(sequences, is_padded=False)
     slots_N, convolution = torch.arange(1, sequences + 1), Convolution(random(sizes[0], 4))
     window_SLRC = random(sequences + 1, num_layers, 3, sizes[0])
     projected = random(num_layers, sequences * (1 + DRAFTS), sum(sizes) + 4096)
     logs = [random(num_layers, (sequences + 1) * DRAFTS, size) for size in sizes]
-    function, whole = bound(causal_conv1d_replay), replace(chunks, is_short=False)
+    function, whole = bound(causal_conv1d_rerun), replace(chunks, is_short=False)
     slots = Slots(slots_N, torch.zeros_like(slots_N))
     arguments = [
         (
             projected[layer, :, : sum(sizes)].split(sizes, dim=1),
             tuple(log[layer] for log in logs),
-            replay,
+            rerun,
             convolution,
             window_SLRC[:, layer],
             slots,
@@ -183,7 +183,7 @@ def verify_convolution(sequences: int, sizes: tuple[int, ...] = (8192, 32, 32)) 
             "in four launches": lambda *arguments: function(*arguments[:-1], whole),
         },
         arguments,
-        reference=causal_conv1d_replay.reference,
+        reference=causal_conv1d_rerun.reference,
         memory=lambda *arguments: [*arguments[1], arguments[4][1:]],
         launches=convolution_launches,
     )
@@ -192,7 +192,7 @@ def verify_convolution(sequences: int, sizes: tuple[int, ...] = (8192, 32, 32)) 
 def convolution_launches() -> Iterator[Launch]:
     for channels, warps in ((32, 1), (64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 2), (256, 4)):
         launches = {1 << 62: (channels, warps)}
-        yield Launch(f"{channels}, {warps}", {"recurrences.conv1d_replay_triton.LAUNCHES": launches})
+        yield Launch(f"{channels}, {warps}", {"recurrences.conv1d_rerun_triton.LAUNCHES": launches})
 
 
 @case("verification", sequences=(*SEQUENCES, 256, 512), tiny={"sequences": 2})
@@ -219,7 +219,7 @@ def verification(sequences: int) -> Work:
     verdicts_T = full((sequences * rows,), 0)
     last = LastStep.empty(sequences, DRAFTS, torch.get_default_device())
     tokens_T, table_NM = full((sequences * rows,), 7), full((sequences + 1, num_blocks), 3).int()
-    # The last row of each of the two tables of replayed rows is in no chunk.
+    # The last row of each of the two tables of rerun rows is in no chunk.
     undefined = sequences * rows + sequences * DRAFTS + 1
 
     def call(resolve: Any, accept: Any) -> list[Tensor]:

@@ -155,7 +155,7 @@ class LayerSpec:
     log: LogSpec | None = field(default=None, compare=False)
     """None: every token is folded into the states at once. Blocks and slots do not depend on the log, and specs that
     differ only here compare equal."""
-    replay: tuple[TensorSpec, ...] = field(default=(), compare=False)
+    draft_log: tuple[TensorSpec, ...] = field(default=(), compare=False)
     """Inputs of one token that the states are computed from, kept for drafts so that accepted ones can be folded into
     the states later. Empty: the layer has no states, or cannot compute drafts."""
     window_tokens: int | None = field(default=None, compare=False)
@@ -390,14 +390,14 @@ class ModelSpec:
         return min((layer.log.num_tokens if layer.log else 0 for layer in self.layers if layer.is_recurrent), default=0)
 
     @property
-    def can_replay(self) -> bool:
+    def can_log_drafts(self) -> bool:
         """Whether drafts can be computed: every layer with states keeps the inputs for them."""
-        return all(layer.replay for layer in self.layers if layer.states)
+        return all(layer.draft_log for layer in self.layers if layer.states)
 
     @cached_property
-    def replay_bytes(self) -> int:
+    def logged_draft_bytes(self) -> int:
         """Bytes of one draft token in a log: what all layers keep, and its final hidden state."""
-        of_layers = sum(tensor.num_bytes for layer in self.layers for tensor in layer.replay)
+        of_layers = sum(tensor.num_bytes for layer in self.layers for tensor in layer.draft_log)
         return of_layers + self.hidden_size * ITEM_BYTES[self.hidden_dtype] if self.has_states else 0
 
     @cached_property

@@ -46,7 +46,7 @@ from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
-from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.recurrences.rerun import insert_logged
 from strandline.kernels.sampling.verification import LastStep, accept_drafts, resolve_pending
 from strandline.kernels.step import fetch_integers, hand_over_drafts, hand_over_tokens, locate_rows, store_hidden
 from strandline.models.layers.protocol import DraftingModel, LanguageModel, ModelMemory

@@ -85,7 +85,7 @@ def choose_draft_tokens(config: EngineConfig, spec: ModelSpec, device_type: str)
     """
     if config.speculation is None:
         return 0
-    if not spec.can_replay:
+    if not spec.can_log_drafts:
         raise ConfigError("--speculative-config: layers of this model keep states that cannot go past drafts")
     return config.speculation.num_speculative_tokens
 
@@ -153,7 +153,7 @@ def log_size(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the bytes of one running request's logs: of decoded tokens, and of drafts."""
     decoded_bytes = spec.log_bytes if keeps_decoded(config, spec) else 0
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
-    return decoded_bytes + drafts * spec.replay_bytes
+    return decoded_bytes + drafts * spec.logged_draft_bytes
 
 
 def memory_bytes(device: torch.device) -> int:

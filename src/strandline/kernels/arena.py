@@ -38,7 +38,7 @@ class LayerMemory:
     """Strided over slots: ``[slots, *shape]``. Slot 0 reads as zeros: it is neither read nor written."""
     log: Mapping[str, Tensor] | None
     """``[logs, *shape]``. None: no log is kept."""
-    replay: Mapping[str, Tensor] | None = None
+    draft_log: Mapping[str, Tensor] | None = None
     """``[logs * draft tokens, *shape]``: the drafts of log ``j`` begin at row ``j * draft tokens``. None: there are
     none."""
     lifetime: Lifetime = PATH
@@ -86,7 +86,7 @@ class ArenaTensors:
         self._slot_offsets = [0, *accumulate(layer.slot_bytes for layer in spec.layers)]
         self._stream_runs = {lifetime: tuple(self._runs_of_streams(lifetime)) for lifetime in spec.lifetimes}
         self.draft_tokens = draft_tokens
-        self._num_replay_rows = num_draft_logs * draft_tokens
+        self._num_draft_rows = num_draft_logs * draft_tokens
         self.stacks = tuple(self._stacked_layers(num_logs)) if num_logs else ()
         """The layers that keep logs, as stacks of equal ones."""
         self.layers: tuple[LayerMemory, ...] = tuple(self._layer_views())
@@ -96,7 +96,7 @@ class ArenaTensors:
         )
         """Per slot, the final hidden state of the last token that a snapshot covers."""
         self.hidden_drafts_JE = self._new_hidden_drafts()
-        """The final hidden states of drafts, in the rows of ``LayerMemory.replay``; None: no slot will need them."""
+        """The final hidden states of drafts, in the rows of ``LayerMemory.draft_log``; None: no slot will need them."""
 
     def prefault(self, num_bytes: int) -> None:
         """Prefault the first bytes on a CPU. They must not have been written yet."""
@@ -148,7 +148,7 @@ class ArenaTensors:
         for index, layer in enumerate(self.spec.layers):
             streams, states = self._stream_views(layer, index), self._state_views(layer, index)
             lifetime = self.spec.lifetime_of(layer)
-            yield LayerMemory(streams, states, logs.get(index), self._new_replay(layer), lifetime)
+            yield LayerMemory(streams, states, logs.get(index), self._new_draft_log(layer), lifetime)
 
     def _stream_views(self, layer: LayerSpec, index: int) -> dict[str, Tensor]:
         offset, views = self._block_offsets[index], {}
@@ -210,16 +210,16 @@ class ArenaTensors:
     def _new_logs(self, log: LogSpec, num_layers: int, num_logs: int) -> dict[str, Tensor]:
         return {tensor.name: self._new_log(tensor, num_layers, num_logs) for tensor in log.tensors}
 
-    def _new_replay(self, layer: LayerSpec) -> dict[str, Tensor] | None:
-        if not self._num_replay_rows or not layer.replay:
+    def _new_draft_log(self, layer: LayerSpec) -> dict[str, Tensor] | None:
+        if not self._num_draft_rows or not layer.draft_log:
             return None
-        return {tensor.name: self._new_log(tensor, 1, self._num_replay_rows)[0] for tensor in layer.replay}
+        return {tensor.name: self._new_log(tensor, 1, self._num_draft_rows)[0] for tensor in layer.draft_log}
 
     def _new_hidden_drafts(self) -> Tensor | None:
-        if not self._num_replay_rows or not self.spec.has_states:
+        if not self._num_draft_rows or not self.spec.has_states:
             return None
         hidden = TensorSpec("hidden", (self.spec.hidden_size,), self.spec.hidden_dtype)
-        return self._new_log(hidden, 1, self._num_replay_rows)[0]
+        return self._new_log(hidden, 1, self._num_draft_rows)[0]
 
     def _new_log(self, tensor: TensorSpec, num_layers: int, num_logs: int) -> Tensor:
         filled = _zeros(num_layers * num_logs * tensor.num_bytes, self.bytes.device)

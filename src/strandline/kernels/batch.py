@@ -102,8 +102,8 @@ class LogBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayBatch:
-    """The logged tokens that recurrent layers compute again before the step's own (``kernels/recurrences/replay.py``).
+class RerunBatch:
+    """The logged tokens that recurrent layers compute again before the step's own (``kernels/recurrences/rerun.py``).
 
     T counts the tokens of the step's prefills here.
     """
@@ -153,7 +153,7 @@ class RecurrentBatch:
     """Chunks of the prefills; rows count from the first prefill token."""
     log: LogBatch | None = None
     """Logs of the decodes; None: no sequence keeps a log."""
-    replay: ReplayBatch | None = None
+    rerun: RerunBatch | None = None
     """Logged tokens of the prefills, whose chunks then include them; None: there are none."""
 
 

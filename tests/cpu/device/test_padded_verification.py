@@ -16,10 +16,10 @@ from strandline.device.batches.padded_step import PaddedStep, StepSize, fill_buf
 from strandline.device.batches.pending import PendingRows
 from strandline.device.drafters.draft_layer import single_rows
 from strandline.ids import BLOCK_TOKENS, NO_TOKEN, LogId, PendingToken, SlotId
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import RerunBatch
 from strandline.kernels.binding import reference_kernels
 from strandline.kernels.operation import Operation
-from strandline.kernels.recurrences.replay import insert_logged, of_step
+from strandline.kernels.recurrences.rerun import insert_logged, of_step
 from strandline.kernels.sampling.verification import (
     CHUNKS_OF_SEQUENCE,
     LastStep,
@@ -117,22 +117,22 @@ def test_every_row_is_where_it_belongs(
     blocks_NM = host.block_tables[0]
     table_NM[: len(sequences), : blocks_NM.shape[1]] = torch.from_numpy(blocks_NM)
     batch = padded.batch([table_NM], 300, kernels, tables).step
-    attention, chunks, replay = batch.attention, batch.recurrent.chunks, batch.recurrent.replay
-    assert isinstance(replay, ReplayBatch)
+    attention, chunks, rerun = batch.attention, batch.recurrent.chunks, batch.recurrent.rerun
+    assert isinstance(rerun, RerunBatch)
     starts = attention.query_starts_N1.tolist()
     assert (starts[0], starts[-1], starts) == (0, size.num_rows, sorted(starts))
     # The rows of a layer with one channel: its number, and what lies in the log.
     inputs_TX = torch.arange(size.num_rows, dtype=torch.float32)[:, None]
     log_JX = 1000 + torch.arange((1 + len(sequences)) * DEPTH, dtype=torch.float32)[:, None]
     before_JX = log_JX.clone()
-    (rows_RX,) = insert_logged.reference(replay, (log_JX,), (inputs_TX,))
-    assert len(rows_RX) == size.num_replayed_rows
+    (rows_RX,) = insert_logged.reference(rerun, (log_JX,), (inputs_TX,))
+    assert len(rows_RX) == size.num_rerun_rows
     # What a recurrence gives: all rows of chunks, and what it leaves unwritten.
     is_computed_R = torch.zeros(len(rows_RX), dtype=torch.bool)
     for start, length in zip(chunks.starts_C.tolist(), chunks.lengths_C.tolist(), strict=True):
         is_computed_R[start : start + length] = True
     num_rows = sum(len(sequence.token_ids) for sequence in sequences)
-    out_TX = of_step(replay, torch.where(is_computed_R[:, None], rows_RX, torch.nan))
+    out_TX = of_step(rerun, torch.where(is_computed_R[:, None], rows_RX, torch.nan))
     assert torch.equal(out_TX[:num_rows], inputs_TX[:num_rows])
     assert torch.equal(out_TX[num_rows:], torch.zeros_like(out_TX[num_rows:]))
     for index, plan in enumerate(sequences):
@@ -151,15 +151,15 @@ def test_every_row_is_where_it_belongs(
         own_RX = rows_RX[start : start + plan.num_logged + num_rows]
         assert torch.equal(own_RX, torch.cat((logged, inputs_TX[rows])))
         # The same in other words, row by row.
-        assert isinstance(replay.source_R, torch.Tensor)
-        assert isinstance(replay.entry_R, torch.Tensor)
+        assert isinstance(rerun.source_R, torch.Tensor)
+        assert isinstance(rerun.entry_R, torch.Tensor)
         own_R = slice(start, start + plan.num_logged + num_rows)
         first_entry = plan.log * DEPTH
         logged_sources = [-1 - entry for entry in range(first_entry, first_entry + plan.num_logged)]
-        assert replay.source_R[own_R].tolist() == [*logged_sources, *range(rows.start, rows.stop)]
+        assert rerun.source_R[own_R].tolist() == [*logged_sources, *range(rows.start, rows.stop)]
         num_certain = plan.num_logged + num_rows - plan.num_drafts
         kept = [first_entry + index if plan.state_dst else -1 for index in range(plan.num_drafts)]
-        assert replay.entry_R[own_R].tolist() == [-1] * num_certain + kept
+        assert rerun.entry_R[own_R].tolist() == [-1] * num_certain + kept
         drafts = log_JX[plan.log * DEPTH :][: plan.num_drafts]
         if plan.state_dst:
             assert torch.equal(drafts, inputs_TX[rows][1:] if plan.num_drafts else drafts[:0])

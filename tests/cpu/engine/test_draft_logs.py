@@ -104,12 +104,12 @@ def test_a_request_with_drafts_takes_two_logs_and_no_slot(make_demo: MakeLLM) ->
     spec, arena = llm.engine.core.spec, llm.engine.core.executor.runner.arena
     num_bytes = {
         kind: sum(log.nbytes for memory in arena.layers for log in (getattr(memory, kind) or {}).values())
-        for kind in ("replay", "log")
+        for kind in ("draft_log", "log")
     }
     num_logs = 1 + 8
-    drafts = sum(tensor.num_bytes for layer in spec.layers for tensor in layer.replay)
+    drafts = sum(tensor.num_bytes for layer in spec.layers for tensor in layer.draft_log)
     decoded = sum(tensor.num_bytes for layer in spec.layers for tensor in (layer.log.tensors if layer.log else ()))
-    assert num_bytes == {"replay": num_logs * 3 * drafts, "log": num_logs * decoded}
+    assert num_bytes == {"draft_log": num_logs * 3 * drafts, "log": num_logs * decoded}
     assert 0 < 3 * drafts + decoded < spec.raw_slot_bytes
     assert arena.bytes.nbytes == llm.engine.core.executor.facts.num_slabs * spec.slab_bytes
     assert spec.raw_slot_bytes == plain.engine.core.spec.raw_slot_bytes

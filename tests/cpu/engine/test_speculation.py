@@ -324,7 +324,7 @@ def serve_with_poisoned_logs(llm: LLM, prompts: list[list[int]], params: Samplin
         llm.engine.add_request(str(index), prompt, params)
     found: dict[str, list[int]] = {}
     arena = llm.engine.core.executor.runner.arena
-    logs = [log for memory in arena.layers for log in (memory.replay or {}).values()]
+    logs = [log for memory in arena.layers for log in (memory.draft_log or {}).values()]
     num_kept = num_steps = 0
     while llm.engine.has_unfinished:
         found.update({x.request_id: x.outputs[0].token_ids for x in llm.engine.step() if x.finished})
@@ -347,12 +347,12 @@ def test_a_log_is_all_that_drafts_take(make: MakeLLM, make_speculating: MakeLLM)
     spec = llm.engine.core.spec
     assert plain.engine.core.spec == spec
     arena = llm.engine.core.executor.runner.arena
-    logs = [log for memory in arena.layers for log in (memory.replay or {}).values()]
+    logs = [log for memory in arena.layers for log in (memory.draft_log or {}).values()]
     assert arena.hidden_drafts_JE is not None
     per_request = sum(log.numel() * log.element_size() for log in [*logs, arena.hidden_drafts_JE]) // (1 + 256)
-    assert per_request == DRAFT_TOKENS * spec.replay_bytes
+    assert per_request == DRAFT_TOKENS * spec.logged_draft_bytes
     assert all(memory.log is None for memory in arena.layers)
-    assert spec.replay_bytes < spec.raw_slot_bytes / 2
+    assert spec.logged_draft_bytes < spec.raw_slot_bytes / 2
 
 
 def test_deterministic_engines_refuse_drafts(make_speculating: MakeLLM) -> None:

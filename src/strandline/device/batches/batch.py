@@ -22,11 +22,11 @@ from strandline.device.batches.pending import PendingRows
 from strandline.device.batches.picture_rows import rotary_offsets
 from strandline.device.hardware.upload import upload_together
 from strandline.ids import NO_TOKEN, NULL_SLOT
-from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, RerunBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import Chunks, plan_chunks
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
-from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.recurrences.rerun import insert_logged
 from strandline.kernels.step import PlannedStep, RowAddresses, SequenceColumns, locate_rows
 from strandline.records.actions import FoldLog
 from strandline.records.plan import MAX_STOP_IDS, SequencePlan
@@ -79,9 +79,9 @@ class HostBatch:
         return slots_N.repeat(np.diff(self.query_starts_N1))
 
     @cached_property
-    def replay(self) -> "HostReplay | None":
+    def rerun(self) -> "HostRerun | None":
         """The logged tokens to compute again; None: no prefill has a log."""
-        return _plan_replay(self.prefills, self.log_tokens)
+        return _plan_rerun(self.prefills, self.log_tokens)
 
     @property
     def chunks(self) -> Chunks:
@@ -94,8 +94,8 @@ class HostBatch:
 
     @cached_property
     def _chunks_and_cuts(self) -> tuple[Chunks, np.ndarray]:
-        if self.replay is not None:
-            return _chunks_with_logged(self.prefills, self.replay)
+        if self.rerun is not None:
+            return _chunks_with_logged(self.prefills, self.rerun)
         chunks = plan_chunks([(s.start, s.end) for s in self.prefills], [s.cuts for s in self.prefills])
         return chunks, np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1
 
@@ -131,8 +131,8 @@ class HostBatch:
         return bool(self.columns.pending.any())
 
 
-class HostReplay(NamedTuple):
-    """The index columns of a ``ReplayBatch`` on the host."""
+class HostRerun(NamedTuple):
+    """The index columns of a ``RerunBatch`` on the host."""
 
     step_rows: np.ndarray
     logged_rows: np.ndarray
@@ -144,9 +144,9 @@ class HostReplay(NamedTuple):
     def num_rows(self) -> int:
         return len(self.step_rows) + len(self.logged_rows)
 
-    def with_tensors(self, tensors: Sequence[Tensor], kernels: Kernels) -> ReplayBatch:
+    def with_tensors(self, tensors: Sequence[Tensor], kernels: Kernels) -> RerunBatch:
         """Return the batch, given its columns on the device."""
-        return ReplayBatch(self.num_rows, *tensors, insert_logged=kernels[insert_logged])
+        return RerunBatch(self.num_rows, *tensors, insert_logged=kernels[insert_logged])
 
 
 class HostLengths(NamedTuple):
@@ -220,17 +220,17 @@ def fold_batch(folds: Sequence[FoldLog], device: torch.device, kernels: Kernels,
     entries = [np.arange(fold.num_tokens) + fold.log * draft_tokens for fold in folds]
     logged = np.arange(sum(fold.num_tokens for fold in folds))
     none = logged[:0]
-    replay = HostReplay(none, logged, np.concatenate(entries), none, none)
+    host_rerun = HostRerun(none, logged, np.concatenate(entries), none, none)
     chunks = plan_chunks([(0, fold.num_tokens) for fold in folds], [()] * len(folds))
-    [slots_N], columns, replayed = _upload_groups([[slots], chunks.columns, replay], device)
-    rerun = replay.with_tensors(replayed, kernels)
+    [slots_N], columns, rerun_columns = _upload_groups([[slots], chunks.columns, host_rerun], device)
+    rerun = host_rerun.with_tensors(rerun_columns, kernels)
     recurrent = RecurrentBatch(slots_N, slots_N, chunks.with_tensors(columns), None, rerun)
     nothing = slots_N[:0]
     attention = AttentionBatch((0,), (), nothing, nothing, nothing, nothing, nothing, is_all_written=True)
     return StepBatch(nothing, nothing, 0, 0, attention, recurrent)
 
 
-def _plan_replay(prefills: Sequence[SequencePlan], draft_tokens: int) -> HostReplay | None:
+def _plan_rerun(prefills: Sequence[SequencePlan], draft_tokens: int) -> HostRerun | None:
     """Say which logged tokens come before which rows, and which rows are drafts; None: no sequence has a log."""
     if not any(sequence.log for sequence in prefills):
         return None
@@ -246,10 +246,10 @@ def _plan_replay(prefills: Sequence[SequencePlan], draft_tokens: int) -> HostRep
         row, step_row = row + num_rows, step_row + num_rows
         draft_rows.append(np.arange(step_row - num_drafts, step_row))
         draft_entries.append(np.arange(first_entry, first_entry + num_drafts))
-    return HostReplay(*map(np.concatenate, parts))
+    return HostRerun(*map(np.concatenate, parts))
 
 
-def _chunks_with_logged(prefills: Sequence[SequencePlan], replay: HostReplay) -> tuple[Chunks, np.ndarray]:
+def _chunks_with_logged(prefills: Sequence[SequencePlan], rerun: HostRerun) -> tuple[Chunks, np.ndarray]:
     """Plan the chunks of logged and new tokens together; also return the step's row at the end of each.
 
     A sequence with drafts gets a cut before them, to its own slot.
@@ -257,8 +257,8 @@ def _chunks_with_logged(prefills: Sequence[SequencePlan], replay: HostReplay) ->
     cuts = [((s.end - s.num_drafts, s.state_dst),) if s.num_drafts else s.cuts for s in prefills]
     chunks = plan_chunks([(s.start - s.num_logged, s.end) for s in prefills], cuts)
     chunks = replace(chunks, is_short=all(s.end - s.start == 1 + s.num_drafts for s in prefills))
-    step_row_R = np.zeros(replay.num_rows, dtype=np.int64)
-    step_row_R[replay.step_rows] = np.arange(len(replay.step_rows))
+    step_row_R = np.zeros(rerun.num_rows, dtype=np.int64)
+    step_row_R[rerun.step_rows] = np.arange(len(rerun.step_rows))
     return chunks, step_row_R[np.array(chunks.starts, dtype=np.int64) + np.array(chunks.lengths, dtype=np.int64) - 1]
 
 
@@ -275,13 +275,13 @@ def to_device(
     of_sequences = host.columns._replace(state_dst=state_dst)
     offsets = () if host.picture_offsets is None else host.picture_offsets
     tiles = () if host.adapter_slots_N is None else tile_rows(host.adapter_slots_T)
-    whole, sequences, chunk_columns, tables, replayed, tiled, others_T = _upload_groups(
+    whole, sequences, chunk_columns, tables, rerun_columns, tiled, others_T = _upload_groups(
         [
             (host.token_ids_T, host.query_starts_N1, host.cut_rows_C, offsets),
             of_sequences,
             host.chunks.columns,
             host.block_tables,
-            host.replay or (),
+            host.rerun or (),
             tiles,
             others,
         ],
@@ -299,8 +299,8 @@ def to_device(
     rows, attention = address_rows(planned, tables, kernels, lengths)
     log = _logs(host, columns) if host.columns.log[: host.num_decodes].any() else None
     chunks = host.chunks.with_tensors(chunk_columns)
-    replay = None if host.replay is None else host.replay.with_tensors(replayed, kernels)
-    recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, replay)
+    rerun = None if host.rerun is None else host.rerun.with_tensors(rerun_columns, kernels)
+    recurrent = RecurrentBatch(columns.state_src, columns.state_dst, chunks, log, rerun)
     counts = (host.num_decodes, host.num_decode_rows)
     pictures = None if host.picture_offsets is None else offsets_3T.view(3, -1)
     step = StepBatch(token_ids_T, rows.positions_T, *counts, attention, recurrent, rows.rotary_T, pictures)

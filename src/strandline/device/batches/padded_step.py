@@ -13,7 +13,7 @@ is smaller than the size,
 A decode with drafts computes its certain token, and drafts after it. The host says of each what it knows; the tables of
 rows and chunks are made of that on the device, where the step before may have to correct it first
 (``kernels/sampling/verification.py``). No chunk has the filler's rows then: they, and unused rows of logged tokens, are
-copied from the last of the replayed rows, which gives zeros; unused rows of drafts go to the null log.
+copied from the last of the rerun rows, which gives zeros; unused rows of drafts go to the null log.
 
 Shape suffixes as in ``kernels/batch.py`` and ``kernels/sampling/verification.py``; I integers of the buffer.
 """
@@ -31,18 +31,18 @@ from strandline.device.batches.batch import (
     DeviceBatch,
     HostBatch,
     HostLengths,
-    HostReplay,
+    HostRerun,
     address_rows,
     build_host_batch,
 )
 from strandline.device.batches.prompt_room import MAX_PROMPTS, SPARE_CHUNKS
 from strandline.device.hardware.upload import ALIGN_ITEMS
 from strandline.ids import BLOCK_TOKENS
-from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, ReplayBatch, StepBatch
+from strandline.kernels.batch import AttentionBatch, LogBatch, RecurrentBatch, RerunBatch, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.chunk_table import CHUNK_TOKENS, Chunks, ChunkTable
 from strandline.kernels.gemm.low_rank import NO_SLOT, TILE_ROWS, TiledRows
-from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.recurrences.rerun import insert_logged
 from strandline.kernels.sampling.verification import CHUNKS_OF_SEQUENCE, VerificationTables
 from strandline.kernels.step import Column, PlannedStep, SequenceColumns
 from strandline.records.plan import MAX_STOP_IDS
@@ -113,7 +113,7 @@ class StepSize:
         return self.num_decode_rows + self.num_prompt_rows
 
     @property
-    def num_replayed_rows(self) -> int:
+    def num_rerun_rows(self) -> int:
         """With drafts: logged and computed rows of decodes, and one of no token."""
         return self.num_decode_rows + self.num_decodes * self.log_tokens + 1
 
@@ -269,7 +269,7 @@ class PaddedStep:
             step = whole(attention=attention, recurrent=self._logged(columns))
         elif not size.num_prompts:
             attention = _part(attention, *short, most_rows)
-            step = whole(attention=attention, recurrent=self._replayed(columns, tables, kernels))
+            step = whole(attention=attention, recurrent=self._rerun(columns, tables, kernels))
         else:
             prompts = slice(size.first_prompt, size.num_sequences), slice(size.num_decode_rows, size.num_rows)
             parts = _part(attention, *short, most_rows), _part(attention, *prompts, None)
@@ -277,7 +277,7 @@ class PaddedStep:
             step = whole(
                 attention=replace(attention, parts=parts),
                 recurrent=RecurrentBatch(src_N, dst_N, self._chunks()),
-                verified=self._replayed(columns, tables, kernels),
+                verified=self._rerun(columns, tables, kernels),
                 num_verified_rows=size.num_decode_rows,
             )
         tiled = TiledRows(*(named[name] for name in ADAPTER_COLUMNS)) if size.num_adapters else None
@@ -314,9 +314,7 @@ class PaddedStep:
         parts = [self.named[name] for name in ("first_chunks", "starts", "lengths", "cut_slots")]
         return Chunks(first_chunks, any_chunk, any_chunk, any_chunk).with_tensors(parts)
 
-    def _replayed(
-        self, columns: SequenceColumns[Tensor], tables: VerificationTables, kernels: Kernels
-    ) -> RecurrentBatch:
+    def _rerun(self, columns: SequenceColumns[Tensor], tables: VerificationTables, kernels: Kernels) -> RecurrentBatch:
         """Return decodes with drafts, and the logged tokens before them."""
         size = self.size
         any_chunk = (1,) * size.num_verified_chunks
@@ -324,15 +322,15 @@ class PaddedStep:
         chunks = Chunks(first_chunks, any_chunk, any_chunk, any_chunk, is_short=True).with_tensors(
             [tables.first_chunks, tables.starts, tables.lengths, tables.cut_slots]
         )
-        replay = ReplayBatch(
-            size.num_replayed_rows,
-            *(getattr(tables, name) for name in HostReplay._fields),
+        rerun = RerunBatch(
+            size.num_rerun_rows,
+            *(getattr(tables, name) for name in HostRerun._fields),
             insert_logged=kernels[insert_logged],
             is_padded=True,
             source_R=tables.source_rows,
             entry_R=tables.log_entries,
         )
-        return RecurrentBatch(columns.state_src[: size.first_prompt], tables.state_dst, chunks, replay=replay)
+        return RecurrentBatch(columns.state_src[: size.first_prompt], tables.state_dst, chunks, rerun=rerun)
 
 
 def fill_buffer(size: StepSize, buffer_I: np.ndarray, host: HostBatch | None, results_address: int = 0) -> None:

@@ -93,8 +93,8 @@ class CacheActions:
         arena = self._arena
         if drafts := [fold for fold in folds if fold.holds_drafts]:
             batch = fold_batch(drafts, arena.bytes.device, self._kernels, arena.draft_tokens)
-            for replay in self._memory.replays:
-                replay(batch)
+            for rerun in self._memory.reruns:
+                rerun(batch)
             self._fold_hidden(drafts)
         decoded = [(fold.slot, fold.log, fold.num_tokens) for fold in folds if not fold.holds_drafts]
         if decoded:

@@ -33,8 +33,8 @@ class Forward:
         hidden_TE = self.model.forward(step, self._memory)
         for rows_N, slots_N in batch.stored:
             self._store(hidden_TE, rows_N, arena.hidden_SE, slots_N)
-        replay, num_before = (step.verified or step.recurrent).replay, step.num_decode_rows
-        if replay is not None and arena.hidden_drafts_JE is not None:
-            rows_K = replay.draft_rows_K + num_before if num_before else replay.draft_rows_K
-            self._store(hidden_TE, rows_K, arena.hidden_drafts_JE, replay.draft_entries_K)
+        rerun, num_before = (step.verified or step.recurrent).rerun, step.num_decode_rows
+        if rerun is not None and arena.hidden_drafts_JE is not None:
+            rows_K = rerun.draft_rows_K + num_before if num_before else rerun.draft_rows_K
+            self._store(hidden_TE, rows_K, arena.hidden_drafts_JE, rerun.draft_entries_K)
         return hidden_TE

@@ -168,8 +168,8 @@ class StepDrafts:
         if self._depth or self._unsettled or any(are_holding) or any(span.next_drafts for span in spans):
             decodes = LogUse.NONE
         for span, is_holding in zip(spans, are_holding, strict=True):
-            is_replayed = (is_holding and not is_kept_plain) or self._num_unsettled_drafts(span) > 0
-            span.log_use = LogUse.DRAFTS if is_replayed and span.is_verification else decodes
+            logs_drafts = (is_holding and not is_kept_plain) or self._num_unsettled_drafts(span) > 0
+            span.log_use = LogUse.DRAFTS if logs_drafts and span.is_verification else decodes
 
     def _num_unsettled_drafts(self, span: Span) -> int:
         before = self._unsettled.get(span.request.request_id)

@@ -56,7 +56,7 @@ def _tokens_between(request: Request, start: int, end: int) -> tuple[int, ...]:
 def sequence_plan(span: Span, grant: StepGrant) -> SequencePlan:
     """Describe a sequence's part of the step. Nothing may be reserved for the step afterwards: blocks could move."""
     request, lease, start, end, drafts = span.request, span.lease, span.start, span.end, span.drafts
-    is_replayed = span.log_use is LogUse.DRAFTS
+    logs_drafts = span.log_use is LogUse.DRAFTS
     src, dst, cuts, log, num_logged, num_folded = grant
     pending = PendingToken.NONE
     if drafts:
@@ -87,7 +87,7 @@ def sequence_plan(span: Span, grant: StepGrant) -> SequencePlan:
         cuts,
         end - len(drafts) == request.num_tokens,
         pending,
-        is_replayed and log != NULL_LOG,
+        logs_drafts and log != NULL_LOG,
         log,
         num_logged,
         num_folded,

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import ReplayBatch, Slots
+from strandline.kernels.batch import RerunBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import FLOATS, numba, operation, triton
-from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.recurrences.rerun import insert_logged
 
 Activation = Literal["silu"] | None
 
@@ -61,11 +61,11 @@ def causal_conv1d_prefill(
     return _activate(y_TC, activation)
 
 
-@operation(triton("recurrences.conv1d_replay_triton"), numba("recurrences.conv1d_numba", memory={"window": FLOATS}))
-def causal_conv1d_replay(
+@operation(triton("recurrences.conv1d_rerun_triton"), numba("recurrences.conv1d_numba", memory={"window": FLOATS}))
+def causal_conv1d_rerun(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
-    replay: ReplayBatch,
+    rerun: RerunBatch,
     convolution: Convolution,
     window_SRC: Tensor,
     slots: Slots,
@@ -75,7 +75,7 @@ def causal_conv1d_replay(
 
     Return all inputs, the first convolved; rows outside all chunks hold anything. Windows as in the prefill.
     """
-    x_TC, *others = insert_logged.reference(replay, log, inputs)
+    x_TC, *others = insert_logged.reference(rerun, log, inputs)
     return causal_conv1d_prefill.reference(x_TC, convolution, window_SRC, slots, chunks), *others
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import ReplayBatch, Slots
+from strandline.kernels.batch import RerunBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.recurrences.conv1d import Convolution
-from strandline.kernels.recurrences.replay import insert_logged
+from strandline.kernels.recurrences.rerun import insert_logged
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
@@ -72,17 +72,17 @@ def causal_conv1d_prefill(
     return y_TC
 
 
-def causal_conv1d_replay(
+def causal_conv1d_rerun(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
-    replay: ReplayBatch,
+    rerun: RerunBatch,
     convolution: Convolution,
     window_SRC: Tensor,
     slots: Slots,
     chunks: ChunkTable,
 ) -> tuple[Tensor, ...]:
     """Put logged inputs before the step's own; return all, the first convolved. As in ``conv1d.py``."""
-    x_TC, *others = insert_logged.reference(replay, log, inputs)
+    x_TC, *others = insert_logged.reference(rerun, log, inputs)
     return causal_conv1d_prefill(x_TC, convolution, window_SRC, slots, chunks), *others
 
 

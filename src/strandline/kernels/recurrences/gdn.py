@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch, Slots
+from strandline.kernels.batch import RerunBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.operation import numba, operation, triton
 from strandline.kernels.recurrences.chunkwise import (
@@ -34,7 +34,7 @@ from strandline.kernels.recurrences.chunkwise import (
     advance_tokens,
     chunk_decays,
 )
-from strandline.kernels.recurrences.replay import of_step
+from strandline.kernels.recurrences.rerun import of_step
 from strandline.kernels.rowwise.norm import l2_norm
 
 L2_NORM_EPS = 1e-6
@@ -63,7 +63,7 @@ def gdn_prefill(
     state_SHKV: Tensor,
     slots: Slots,
     chunks: ChunkTable,
-    replay: ReplayBatch | None = None,
+    rerun: RerunBatch | None = None,
     out_THV: Tensor | None = None,
 ) -> Tensor:
     """Run the layer over the new tokens of N sequences; return ``out_THV`` in the dtype of ``q_TGK``.
@@ -73,8 +73,8 @@ def gdn_prefill(
 
     Args:
         state_SHKV: as ``chunks``, an argument of ``chunkwise.advance_chunks``.
-        replay: the rows are logged tokens and the step's own, and outputs of the latter are returned, in their order.
-        out_THV: contiguous memory for the outputs; None: a new tensor. Not with ``replay``.
+        rerun: the rows are logged tokens and the step's own, and outputs of the latter are returned, in their order.
+        out_THV: contiguous memory for the outputs; None: a new tensor. Not with ``rerun``.
     """
     dtype, v_THV, (q_TGK, k_TGK) = inputs.q_TGK.dtype, inputs.v_THV, normalise(inputs.q_TGK, inputs.k_TGK)
     log_decay_TH, beta_TH = gates(inputs)
@@ -84,7 +84,7 @@ def gdn_prefill(
 
     if out_THV is None:
         out_THV = torch.empty_like(v_THV, dtype=dtype)
-    return of_step(replay, advance_chunks(advance, out_THV, state_SHKV, slots, chunks))
+    return of_step(rerun, advance_chunks(advance, out_THV, state_SHKV, slots, chunks))
 
 
 @operation(

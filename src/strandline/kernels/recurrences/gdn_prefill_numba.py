@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strandline.ids import NULL_SLOT
-from strandline.kernels.batch import ReplayBatch, Slots
+from strandline.kernels.batch import RerunBatch, Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.recurrences.chunk_numba import (
     CHUNK_FIELDS,
@@ -36,7 +36,7 @@ from strandline.kernels.recurrences.chunk_numba import (
 )
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_numba import LAYER_FIELDS, gates, layer_arguments, packed
-from strandline.kernels.recurrences.replay import of_step
+from strandline.kernels.recurrences.rerun import of_step
 from strandline.kernels.runtime_numba import (
     arguments,
     claim,
@@ -55,7 +55,7 @@ def gdn_prefill(
     state_SHKV: Tensor,
     slots: Slots,
     chunks: ChunkTable,
-    replay: ReplayBatch | None = None,
+    rerun: RerunBatch | None = None,
     out_THV: Tensor | None = None,
 ) -> Tensor:
     """Numba version of :func:`strandline.kernels.recurrences.gdn.gdn_prefill`."""
@@ -73,7 +73,7 @@ def gdn_prefill(
         **chunk_arguments(source_N, chunks),
     )
     del copies  # which the kernel has read
-    return of_step(replay, out_THV)
+    return of_step(rerun, out_THV)
 
 
 @helper

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch, Slots
+from strandline.kernels.batch import RerunBatch, Slots
 from strandline.kernels.chunk_table import CHUNK_TOKENS, ChunkTable
 from strandline.kernels.gpu import gpu_of
 from strandline.kernels.operation import Launches
@@ -40,7 +40,7 @@ from strandline.kernels.recurrences.delta_rule_triton import (
 )
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_short_triton import gdn_prefill_short
-from strandline.kernels.recurrences.replay import of_step
+from strandline.kernels.recurrences.rerun import of_step
 from strandline.kernels.sizes import next_power_of_2, strides
 from strandline.kernels.state_triton import FLOAT32_PRECISION, LOG2_E, fast_exp2, softplus
 
@@ -184,7 +184,7 @@ def gdn_prefill(
     state_SHKV: Tensor,
     slots: Slots,
     chunks: ChunkTable,
-    replay: ReplayBatch | None = None,
+    rerun: RerunBatch | None = None,
     out_THV: Tensor | None = None,
     *,
     launches: Launches = Launches.MEASURED,
@@ -196,12 +196,12 @@ def gdn_prefill(
     """
     is_fixed = launches is Launches.FIXED
     if chunks.is_short and not is_fixed:
-        out = gdn_prefill_short(inputs, state_SHKV, slots, chunks, replay)
+        out = gdn_prefill_short(inputs, state_SHKV, slots, chunks, rerun)
         return out if out_THV is None else out_THV.copy_(out)
     launch = FEW_PROGRAMS if is_fixed else choose_launch(chunks, *inputs.v_THV.shape[1:])
     qkv = aligned(inputs.q_TGK), aligned(inputs.k_TGK), aligned(inputs.v_THV)
     prepared = prepare(GatedDeltaInputs(*qkv, *inputs[3:]), chunks)
-    return of_step(replay, advance(qkv, prepared, state_SHKV, slots, chunks, launch, out_THV))
+    return of_step(rerun, advance(qkv, prepared, state_SHKV, slots, chunks, launch, out_THV))
 
 
 def prepare(inputs: GatedDeltaInputs, chunks: ChunkTable) -> Prepared:

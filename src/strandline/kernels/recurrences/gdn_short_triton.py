@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch, Slots
+from strandline.kernels.batch import RerunBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
-from strandline.kernels.recurrences.conv1d_replay_triton import row_tables
+from strandline.kernels.recurrences.conv1d_rerun_triton import row_tables
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_decode_triton import _log_decay_of
 from strandline.kernels.sizes import cdiv, next_power_of_2, strides
@@ -61,7 +61,7 @@ def gdn_prefill_short(
     state_SHKV: Tensor,
     slots: Slots,
     chunks: ChunkTable,
-    replay: ReplayBatch | None = None,
+    rerun: RerunBatch | None = None,
     launch: Short | None = None,
 ) -> Tensor:
     """As ``gdn.gdn_prefill``, fast for a few tokens per sequence; rows outside all chunks are left unwritten.
@@ -73,11 +73,11 @@ def gdn_prefill_short(
     launch = launch or choose_launch(chunks.num_sequences)
     num_rows, num_heads, value_dim = v_THV.shape
     num_key_heads, key_dim = k_TGK.shape[1:]
-    if replay is None:
+    if rerun is None:
         num_tokens, source_R, step_rows_T, num_filled = num_rows, None, None, 0
     else:
-        num_tokens, source_R, step_rows_T = len(replay.step_rows_T), row_tables(replay)[0], replay.step_rows_T
-        num_filled = next_power_of_2(cdiv(num_tokens, chunks.num_sequences)) if replay.is_padded else 0
+        num_tokens, source_R, step_rows_T = len(rerun.step_rows_T), row_tables(rerun)[0], rerun.step_rows_T
+        num_filled = next_power_of_2(cdiv(num_tokens, chunks.num_sequences)) if rerun.is_padded else 0
     out_THV = torch.empty((num_tokens, num_heads, value_dim), dtype=q_TGK.dtype, device=q_TGK.device)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     _short_kernel[(cdiv(value_dim, block_v), num_heads, chunks.num_sequences)](
@@ -106,7 +106,7 @@ def gdn_prefill_short(
         MIN_LOG_DECAY=MIN_LOG_DECAY,
         MAX_BETA=max_beta,
         FILL=num_filled,
-        SKIPS_LOGGED=launch.skips_logged and replay is not None,
+        SKIPS_LOGGED=launch.skips_logged and rerun is not None,
         num_warps=launch.num_warps,
         maxnreg=launch.registers,
         **overlap_options(q_TGK),

@@ -5,9 +5,9 @@ also makes the tables of rows, chunks, logs and drafts; ``accept_drafts`` then c
 chosen tokens, and leaves what the next step needs. All integers are int64, but for the block table, which is int32.
 
 Every sequence of the step has as many rows for logged tokens as there can be, and the logged ones are the last of
-these: where its own rows are among the replayed ones does not depend on how many there are.
+these: where its own rows are among the rerun ones does not depend on how many there are.
 
-Shape suffixes: T rows of the step, R the same and those replayed (and one of no token), N sequences, C chunks,
+Shape suffixes: T rows of the step, R the same and those rerun (and one of no token), N sequences, C chunks,
 D drafts of a sequence, F all of these but the first, L entries of its log, P sequences of the last step, S stop tokens
 of a sequence, M blocks per table.
 """
@@ -58,7 +58,7 @@ class LastStep(NamedTuple):
 
 
 class VerificationTables(NamedTuple):
-    """The tables of one step; the fields of ``ChunkTable``, ``RecurrentBatch`` and ``ReplayBatch``.
+    """The tables of one step; the fields of ``ChunkTable``, ``RecurrentBatch`` and ``RerunBatch``.
 
     One sequence more than planned has the rows of none, and no chunks.
     """
@@ -129,7 +129,7 @@ def resolve_pending(planned: PlannedStep, last: LastStep, log_tokens: int = 0) -
 
 
 def _tables(planned: PlannedStep, log_tokens: int) -> VerificationTables:
-    """Return the tables of chunks and of replayed rows, made from the data of each sequence."""
+    """Return the tables of chunks and of rerun rows, made from the data of each sequence."""
     columns, starts_N2 = planned.columns, planned.query_starts_N1
     count, num_rows = len(columns.start), len(planned.token_ids_T)
     end = num_rows + count * log_tokens + 1

@@ -115,7 +115,7 @@ class ClippedAttention(nn.Module):
     def spec(self) -> LayerSpec:
         num_copies = self.conv.filter.num_delays if isinstance(self.conv.filter, Delays) else 1
         window = self.conv.window.divided(*[*self.kv.shares] * num_copies, dim=1)
-        return replace(self.kv.spec, states=(window,), replay=(self.conv.logged,))
+        return replace(self.kv.spec, states=(window,), draft_log=(self.conv.logged,))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -127,9 +127,9 @@ class ClippedAttention(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return RelativeAttentionMemory(self.kv.bind(memory), *self.conv.bind(memory))
 
-    def replay(self, batch: StepBatch, memory: RelativeAttentionMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: RelativeAttentionMemory) -> None:
         """Advance the window over logged tokens alone."""
-        self.conv.replay(batch, memory.window_SRC, memory.log)
+        self.conv.rerun(batch, memory.window_SRC, memory.log)
 
     def forward(self, inputs_QTE: Tensor, step: Step, memory: RelativeAttentionMemory) -> Tensor:
         """Attend, and advance the memory.

@@ -20,10 +20,10 @@ from strandline.kernels.recurrences.conv1d import (
     Activation,
     Convolution,
     causal_conv1d_prefill,
-    causal_conv1d_replay,
+    causal_conv1d_rerun,
     causal_conv1d_update,
 )
-from strandline.kernels.recurrences.replay import ReplayLog, of_step
+from strandline.kernels.recurrences.rerun import DraftLog, of_step
 from strandline.models.layers.recurrent import mix_parts
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, Split
@@ -57,7 +57,7 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
         name: of the window among the layer's states, and of the inputs among what the layer logs of drafts.
     """
 
-    operations = (causal_conv1d_update, causal_conv1d_prefill, causal_conv1d_replay)
+    operations = (causal_conv1d_update, causal_conv1d_prefill, causal_conv1d_rerun)
 
     def __init__(self, weights: FilterT, activation: Activation, site: Site, name: str = "window") -> None:
         super().__init__()
@@ -77,23 +77,23 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self._convolve_one, self._convolve = kernels[causal_conv1d_update], kernels[causal_conv1d_prefill]
-        self._convolve_replayed = kernels[causal_conv1d_replay]
+        self._convolve_rerun = kernels[causal_conv1d_rerun]
 
     @property
     def _operand(self) -> Convolution:
         """The filter and the activation, as kernels take them."""
         return Convolution(self.filter.weight_CW, self.filter.bias_C, self.activation)
 
-    def bind(self, memory: LayerMemory) -> tuple[Tensor, ReplayLog]:
+    def bind(self, memory: LayerMemory) -> tuple[Tensor, DraftLog]:
         """Return the window and the log, out of a layer's memory, as ``convolve`` takes them."""
-        return memory.states[self.name], None if memory.replay is None else (memory.replay[self.name],)
+        return memory.states[self.name], None if memory.draft_log is None else (memory.draft_log[self.name],)
 
-    def replay(self, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> None:
+    def rerun(self, batch: StepBatch, window_SRC: Tensor, log: DraftLog) -> None:
         """Advance the window over logged tokens alone."""
         weight_CW = self.filter.weight_CW
         self.convolve(weight_CW.new_empty(0, len(weight_CW), dtype=self.dtype), batch, window_SRC, log)
 
-    def convolve(self, x_TC: Tensor, batch: StepBatch, window_SRC: Tensor, log: ReplayLog) -> Tensor:
+    def convolve(self, x_TC: Tensor, batch: StepBatch, window_SRC: Tensor, log: DraftLog) -> Tensor:
         """Convolve the step's tokens, decodes and prefills; return as many, and advance the windows.
 
         Args:
@@ -106,7 +106,7 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
             return self.decode(x_TC, batch, window_SRC)
         x_DC, x_RC = x_TC.split([num_rows, len(x_TC) - num_rows])
         (y_RC,) = self.prefill((x_RC,), batch, window_SRC, log)
-        y_RC = of_step(batch.recurrent.replay, y_RC)
+        y_RC = of_step(batch.recurrent.rerun, y_RC)
         return y_RC if num_rows == 0 else torch.cat((self.decode(x_DC, batch, window_SRC), y_RC))
 
     def decode(self, x_DC: Tensor, batch: StepBatch, window_SRC: Tensor) -> Tensor:
@@ -114,17 +114,17 @@ class CausalConvolution(nn.Module, Generic[FilterT]):
         return self._convolve_one(x_DC, self._operand, window_SRC, batch.decode_slots)
 
     def prefill(
-        self, inputs: tuple[Tensor, ...], batch: StepBatch, window_SRC: Tensor, log: ReplayLog
+        self, inputs: tuple[Tensor, ...], batch: StepBatch, window_SRC: Tensor, log: DraftLog
     ) -> tuple[Tensor, ...]:
-        """Convolve the first of the prefills' inputs; return all, those of replayed tokens before the step's own.
+        """Convolve the first of the prefills' inputs; return all, those of rerun tokens before the step's own.
 
         Args:
             log: log of the inputs.
         """
         recurrent, slots = batch.recurrent, batch.prefill_slots
-        if recurrent.replay is not None and log is not None:
+        if recurrent.rerun is not None and log is not None:
             where = (window_SRC, slots, recurrent.chunks)
-            return self._convolve_replayed(inputs, log, recurrent.replay, self._operand, *where)
+            return self._convolve_rerun(inputs, log, recurrent.rerun, self._operand, *where)
         x_RC, *others = inputs
         return self._convolve(x_RC, self._operand, window_SRC, slots, recurrent.chunks), *others
 

@@ -25,7 +25,7 @@ from strandline.kernels.attention.qkv import HeadNorm, prepare_qkv
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
-from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.rerun import DraftLog, draft_log
 from strandline.models.layers.attention_parts import AttentionConfig, KeyValues, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComposedFilter
 from strandline.models.layers.projection import Projection, SummedProjection
@@ -63,7 +63,7 @@ class ConvolvedAttentionMemory:
 
     kv: KVMemory
     window_SRC: Tensor
-    log: ReplayLog
+    log: DraftLog
 
 
 class DelayedTaps(ComposedFilter):
@@ -127,7 +127,7 @@ class ConvolvedAttention(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return replace(self.kv.spec, states=(self.conv.window,), replay=(replace(self.conv.logged, name="x"),))
+        return replace(self.kv.spec, states=(self.conv.window,), draft_log=(replace(self.conv.logged, name="x"),))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -139,11 +139,11 @@ class ConvolvedAttention(nn.Module):
 
     def bind(self, memory: LayerMemory) -> ConvolvedAttentionMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return ConvolvedAttentionMemory(self.kv.bind(memory), memory.states["window"], replay_log(memory))
+        return ConvolvedAttentionMemory(self.kv.bind(memory), memory.states["window"], draft_log(memory))
 
-    def replay(self, batch: StepBatch, memory: ConvolvedAttentionMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: ConvolvedAttentionMemory) -> None:
         """Advance the window over logged tokens alone."""
-        self.conv.replay(batch, memory.window_SRC, memory.log)
+        self.conv.rerun(batch, memory.window_SRC, memory.log)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: ConvolvedAttentionMemory) -> Tensor:
         q_TO, k_TO, v_TO = self._convolved(hidden_TE, step.batch, memory)

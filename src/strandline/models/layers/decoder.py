@@ -69,10 +69,10 @@ FeedForward = Callable[[Any], Summand]
 """The part of a layer that works on each token separately; takes quantised rows if ``takes_quantized`` is set."""
 
 
-class ReplayingMixer(Mixer, Protocol):
-    """A mixer with states that can be replayed, as described by its spec."""
+class RerunningMixer(Mixer, Protocol):
+    """A mixer with states that can be rerun, as described by its spec."""
 
-    def replay(self, batch: StepBatch, memory: Any) -> None:
+    def rerun(self, batch: StepBatch, memory: Any) -> None:
         """Advance the states over logged tokens alone; the batch has no rows of its own."""
 
 
@@ -86,7 +86,7 @@ class StatefulPart(Protocol):
     def bind(self, memory: LayerMemory) -> Any:
         """Return its memory as its functions take it."""
 
-    def replay(self, batch: StepBatch, memory: Any) -> None:
+    def rerun(self, batch: StepBatch, memory: Any) -> None:
         """Advance its states over logged tokens alone; the batch has no rows of its own."""
 
 
@@ -156,7 +156,7 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
         if self.stateful is None:
             return spec
         own = self.stateful.spec
-        return replace(spec, states=(*spec.states, *own.states), replay=(*spec.replay, *own.replay))
+        return replace(spec, states=(*spec.states, *own.states), draft_log=(*spec.draft_log, *own.draft_log))
 
     @property
     def recurrence(self) -> Recurrence[Any, Any] | None:
@@ -166,16 +166,16 @@ class DecoderLayer(nn.Module, Generic[MixerT_co, FeedForwardT_co]):
         """Return the layer's memory as ``forward`` takes it."""
         if self.mixer is None or self.stateful is None:
             return None if self.mixer is None else self.mixer.bind(memory)
-        logged = {log.name for log in self.mixer.spec.replay}
-        replay = memory.replay and {name: log for name, log in memory.replay.items() if name in logged}
-        return LayerStates(self.mixer.bind(replace(memory, replay=replay)), self.stateful.bind(memory))
+        logged = {log.name for log in self.mixer.spec.draft_log}
+        draft_log = memory.draft_log and {name: log for name, log in memory.draft_log.items() if name in logged}
+        return LayerStates(self.mixer.bind(replace(memory, draft_log=draft_log)), self.stateful.bind(memory))
 
-    def replay(self, batch: StepBatch, memory: Any) -> None:
+    def rerun(self, batch: StepBatch, memory: Any) -> None:
         """Advance the states over logged tokens alone; only of a layer whose spec says what is logged."""
         if self.stateful is not None:
             memory, other = memory
-            self.stateful.replay(batch, other)
-        cast(ReplayingMixer, self.mixer).replay(batch, memory)
+            self.stateful.rerun(batch, other)
+        cast(RerunningMixer, self.mixer).rerun(batch, memory)
 
     def forward(self, stream: Any, step: Step, memory: Any) -> Any:
         """Return the residual stream after the layer."""
@@ -346,13 +346,13 @@ class Decoder(nn.Module):
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
         bound = tuple(layer.bind(memory) for layer, memory in zip(self._layers, arena.layers, strict=False))
-        replays = tuple(
-            partial(layer.replay, memory=bound[index])
+        reruns = tuple(
+            partial(layer.rerun, memory=bound[index])
             for index, layer in enumerate(self._layers)
-            if arena.layers[index].replay is not None
+            if arena.layers[index].draft_log is not None
         )
         folds = bind_folds([layer.recurrence for layer in self._layers], arena.stacks)
-        return ModelMemory(bound, folds, replays=replays)
+        return ModelMemory(bound, folds, reruns=reruns)
 
     def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, Step]:
         """Return the embeddings of the step's tokens, and the step with the rotary tables of its positions."""

@@ -129,8 +129,8 @@ class GatedDeltaNet(nn.Module):
         parts = [(size, self.shard.count) for size in self.conv_sizes]
         states = (*map(self.shard.divided, self.recurrence.states), self.conv.window.divided(*parts, dim=1))
         inputs = {"x": self.sizes[0], "a": self.num_heads, "b": self.num_heads}
-        replay = tuple(TensorSpec(name, (size,), dtype_name(self.conv.dtype)) for name, size in inputs.items())
-        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
+        logged = tuple(TensorSpec(name, (size,), dtype_name(self.conv.dtype)) for name, size in inputs.items())
+        return LayerSpec(states=states, log=self.recurrence.log, draft_log=logged)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -143,7 +143,7 @@ class GatedDeltaNet(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         no_x, no_heads = (self.conv.filter.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.num_heads))
         self._prefill(no_x, no_heads, no_heads, batch, memory)
@@ -162,7 +162,7 @@ class GatedDeltaNet(nn.Module):
             return self._prefill(x_TC, a_TH, b_TH, batch, memory)
         (x_DC, x_RC), (a_DH, a_RH), (b_DH, b_RH) = (x.split([num_rows, len(x) - num_rows]) for x in (x_TC, a_TH, b_TH))
         decoded = self._decode(x_DC, a_DH, b_DH, batch, memory)
-        if batch.recurrent.replay is not None:
+        if batch.recurrent.rerun is not None:
             return torch.cat((decoded, self._prefill(x_RC, a_RH, b_RH, batch, memory)))
         out_THV = decoded.new_empty(len(x_TC), *decoded.shape[1:])
         out_THV[:num_rows] = decoded
@@ -184,10 +184,10 @@ class GatedDeltaNet(nn.Module):
         out_THV: Tensor | None = None,
     ) -> Tensor:
         recurrent = batch.recurrent
-        y_TC, a_TH, b_TH = self.conv.prefill((x_TC, a_TH, b_TH), batch, memory.window_SRC, memory.replay)
+        y_TC, a_TH, b_TH = self.conv.prefill((x_TC, a_TH, b_TH), batch, memory.window_SRC, memory.draft_log)
         inputs = GatedDeltaInputs(*self._heads(y_TC), a_TH, b_TH, self.A_log_H, self.dt_bias_H, self.max_beta)
-        slots, chunks, replay = batch.prefill_slots, recurrent.chunks, recurrent.replay
-        return self.recurrence.prefill(inputs, memory.recurrent, slots, chunks, replay, out_THV)
+        slots, chunks, rerun = batch.prefill_slots, recurrent.chunks, recurrent.rerun
+        return self.recurrence.prefill(inputs, memory.recurrent, slots, chunks, rerun, out_THV)
 
     def _heads(self, y_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = y_TC.split(self.conv_sizes, dim=-1)

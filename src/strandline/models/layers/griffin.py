@@ -78,9 +78,9 @@ class GriffinLayer(nn.Module):
     def spec(self) -> LayerSpec:
         size, dtype = len(self.rate_V), dtype_name(self.conv.dtype)
         inputs = {"conv": size, "x": size, "input_gate": size, "decay_gate": size, "first": 1}
-        replay = tuple(TensorSpec(name, (channels,), dtype) for name, channels in inputs.items())
+        logged = tuple(TensorSpec(name, (channels,), dtype) for name, channels in inputs.items())
         states = (*map(self.shard.divided, self.recurrence.states), self.shard.divided(self.conv.window, dim=1))
-        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
+        return LayerSpec(states=states, log=self.recurrence.log, draft_log=logged)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -91,10 +91,10 @@ class GriffinLayer(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         no_x, no_first = (self.input_bias_HW.new_empty(0, size) for size in (len(self.rate_V), 1))
-        self.conv.replay(batch, memory.window_SRC, memory.conv_log)
+        self.conv.rerun(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_x, no_first), batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:

@@ -100,10 +100,10 @@ class KimiDeltaAttention(nn.Module):
     def spec(self) -> LayerSpec:
         dtype, by_head = dtype_name(self.conv.dtype), (self.config.num_heads, self.config.head_dim)
         inputs = {"conv": (3 * by_head[0] * by_head[1],), **dict.fromkeys(("query", "key", "value", "f"), by_head)}
-        replay = tuple(TensorSpec(name, shape, dtype) for name, shape in (inputs | {"b": by_head[:1]}).items())
+        logged = tuple(TensorSpec(name, shape, dtype) for name, shape in (inputs | {"b": by_head[:1]}).items())
         window = self.conv.window.divided(*[(by_head[0] * by_head[1], self.shard.count)] * 3, dim=1)
         states = tuple(map(self.shard.divided, self.recurrence.states))
-        return LayerSpec(states=(*states, window), log=self.recurrence.log, replay=replay)
+        return LayerSpec(states=(*states, window), log=self.recurrence.log, draft_log=logged)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -114,11 +114,11 @@ class KimiDeltaAttention(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         by_head, weight = (self.config.num_heads, self.config.head_dim), self.conv.filter.weight_CW
         no_heads, no_b = weight.new_empty(0, *by_head), weight.new_empty(0, by_head[0])
-        self.conv.replay(batch, memory.window_SRC, memory.conv_log)
+        self.conv.rerun(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_heads, no_heads, no_heads, no_heads, no_b), batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:

@@ -20,7 +20,7 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.lightning import LightningInputs, lightning_decode, lightning_prefill
-from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.rerun import DraftLog, draft_log
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.norm import rms_norm
@@ -54,7 +54,7 @@ class LightningMemory:
     """A layer's share of all slots and logs."""
 
     recurrent: StateMemory
-    replay: ReplayLog
+    draft_log: DraftLog
 
 
 class LightningAttention(nn.Module):
@@ -88,9 +88,9 @@ class LightningAttention(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         shape, dtype = (self.config.num_heads, self.config.head_dim), dtype_name(self.norm_O.dtype)
-        replay = tuple(TensorSpec(name, shape, dtype) for name in ("query", "key", "value"))
+        logged = tuple(TensorSpec(name, shape, dtype) for name in ("query", "key", "value"))
         states = tuple(map(self.shard.divided, self.recurrence.states))
-        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
+        return LayerSpec(states=states, log=self.recurrence.log, draft_log=logged)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -99,15 +99,15 @@ class LightningAttention(nn.Module):
 
     def bind(self, memory: LayerMemory) -> LightningMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return LightningMemory(self.recurrence.bind(memory.states, memory.log), replay_log(memory))
+        return LightningMemory(self.recurrence.bind(memory.states, memory.log), draft_log(memory))
 
-    def replay(self, batch: StepBatch, memory: LightningMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: LightningMemory) -> None:
         """Advance the states over logged tokens alone."""
         no_heads = self.norm_O.new_empty(0, self.config.num_heads, self.config.head_dim)
         self._advance((no_heads, no_heads, no_heads), batch, memory)
 
     def _advance(self, tokens: Sequence[Tensor], batch: StepBatch, memory: LightningMemory) -> Tensor:
-        return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.replay)
+        return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.draft_log)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: LightningMemory) -> Tensor:
         qkv_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)

@@ -97,9 +97,9 @@ class Mamba1Layer(nn.Module):
     def spec(self) -> LayerSpec:
         dtype, (num_channels, state_dim) = dtype_name(self.conv.dtype), self.A_log_VK.shape
         inputs = {"conv": num_channels, "x": num_channels, "z": num_channels, "B": state_dim, "C": state_dim}
-        replay = tuple(TensorSpec(name, (size,), dtype) for name, size in (inputs | {"dt": num_channels}).items())
+        logged = tuple(TensorSpec(name, (size,), dtype) for name, size in (inputs | {"dt": num_channels}).items())
         states = (*map(self.shard.divided, self.recurrence.states), self.shard.divided(self.conv.window, dim=1))
-        return LayerSpec(states=states, log=self.recurrence.log, replay=replay)
+        return LayerSpec(states=states, log=self.recurrence.log, draft_log=logged)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -110,11 +110,11 @@ class Mamba1Layer(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         num_channels, state_dim = self.A_log_VK.shape
         no_x, no_projected = (self.conv.filter.weight_CW.new_empty(0, size) for size in (num_channels, state_dim))
-        self.conv.replay(batch, memory.window_SRC, memory.conv_log)
+        self.conv.rerun(batch, memory.window_SRC, memory.conv_log)
         self._advance((no_x, no_x, no_projected, no_projected, no_x), batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:

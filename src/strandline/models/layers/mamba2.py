@@ -28,7 +28,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.gdn_log import gdn_fold
 from strandline.kernels.recurrences.mamba2 import Mamba2Inputs, mamba2_decode, mamba2_prefill
 from strandline.kernels.recurrences.mamba2_log import mamba2_decode_logged, mamba2_log
-from strandline.kernels.recurrences.replay import of_step
+from strandline.kernels.recurrences.rerun import of_step
 from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
@@ -194,11 +194,11 @@ class Mamba2Layer(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         dtype = dtype_name(self.conv.dtype)
-        replay = (TensorSpec("x", (self.sizes[0],), dtype), TensorSpec("dt", (self.sizes[2],), dtype))
+        logged = (TensorSpec("x", (self.sizes[0],), dtype), TensorSpec("dt", (self.sizes[2],), dtype))
         num_shares = (self.shard.count, self.group_shard.count, self.group_shard.count)
         window = self.conv.window.divided(*zip(self.conv_sizes, num_shares, strict=True), dim=1)
         states = tuple(map(self.shard.divided, self.recurrence.states))
-        return LayerSpec(states=(*states, window), log=self.recurrence.log, replay=replay)
+        return LayerSpec(states=(*states, window), log=self.recurrence.log, draft_log=logged)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -210,7 +210,7 @@ class Mamba2Layer(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return RecurrentMemory.bind(self.recurrence, memory)
 
-    def replay(self, batch: StepBatch, memory: RecurrentMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
         sizes, dtype = (self.sizes[0], self.sizes[2]), self.conv.dtype
         no_x, no_dt = (self.conv.filter.weight_CW.new_empty(0, size, dtype=dtype) for size in sizes)
@@ -246,9 +246,9 @@ class Mamba2Layer(nn.Module):
 
     def _prefill(self, x_RC: Tensor, dt_RH: Tensor, batch: StepBatch, memory: RecurrentMemory) -> Tensor:
         recurrent = batch.recurrent
-        inputs = self._inputs(*self.conv.prefill((x_RC, dt_RH), batch, memory.window_SRC, memory.replay))
+        inputs = self._inputs(*self.conv.prefill((x_RC, dt_RH), batch, memory.window_SRC, memory.draft_log))
         out_RHV = self.recurrence.prefill(inputs, memory.recurrent, batch.prefill_slots, recurrent.chunks)
-        return of_step(recurrent.replay, out_RHV)
+        return of_step(recurrent.rerun, out_RHV)
 
     def _inputs(self, y_TC: Tensor, dt_TH: Tensor) -> Mamba2Inputs:
         config = self.config

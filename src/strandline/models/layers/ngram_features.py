@@ -29,7 +29,7 @@ from strandline.config_fields import Fields, read_eps, read_vocab_size
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.recurrences.replay import ReplayLog
+from strandline.kernels.recurrences.rerun import DraftLog
 from strandline.kernels.streams.gates import FeatureNorms, add_gated, gate_features
 from strandline.models.layers.convolution import CausalConvolution, ComposedFilter, Delays
 from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, LayerStates, MixerT_co
@@ -230,9 +230,9 @@ class NgramFeaturesMemory:
     """A layer's share of all slots and logs."""
 
     tokens_SRC: Tensor
-    tokens_log: ReplayLog
+    tokens_log: DraftLog
     window_SRC: Tensor
-    window_log: ReplayLog
+    window_log: DraftLog
 
 
 class NgramFeatures(nn.Module):
@@ -267,16 +267,18 @@ class NgramFeatures(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec(states=(self.delays.window, self.conv.window), replay=(self.delays.logged, self.conv.logged))
+        return LayerSpec(
+            states=(self.delays.window, self.conv.window), draft_log=(self.delays.logged, self.conv.logged)
+        )
 
     def bind(self, memory: LayerMemory) -> NgramFeaturesMemory:
         """Return the layer's memory as ``forward`` takes it."""
         return NgramFeaturesMemory(*self.delays.bind(memory), *self.conv.bind(memory))
 
-    def replay(self, batch: StepBatch, memory: NgramFeaturesMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: NgramFeaturesMemory) -> None:
         """Advance the windows over logged tokens alone."""
-        self.delays.replay(batch, memory.tokens_SRC, memory.tokens_log)
-        self.conv.replay(batch, memory.window_SRC, memory.window_log)
+        self.delays.rerun(batch, memory.tokens_SRC, memory.tokens_log)
+        self.conv.rerun(batch, memory.window_SRC, memory.window_log)
 
     def forward(self, stream: Streams, batch: StepBatch, memory: NgramFeaturesMemory) -> Streams:
         """Return the streams with the features, and with the output of the part before them."""

@@ -11,7 +11,7 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.recurrences.replay import ReplayLog
+from strandline.kernels.recurrences.rerun import DraftLog
 from strandline.models.layers.convolution import CausalConvolution, ResidualTaps
 from strandline.models.layers.site import Site
 from strandline.specs import LayerSpec
@@ -20,8 +20,8 @@ from strandline.specs import LayerSpec
 class OutputWindows(NamedTuple):
     """Windows and logs of both convolutions, as ``CausalConvolution.convolve`` takes them."""
 
-    mixer: tuple[Tensor, ReplayLog]
-    mlp: tuple[Tensor, ReplayLog]
+    mixer: tuple[Tensor, DraftLog]
+    mlp: tuple[Tensor, DraftLog]
 
 
 class OutputConvolutions(nn.Module):
@@ -47,16 +47,16 @@ class OutputConvolutions(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        return LayerSpec(states=(self.mixer.window, self.mlp.window), replay=(self.mixer.logged, self.mlp.logged))
+        return LayerSpec(states=(self.mixer.window, self.mlp.window), draft_log=(self.mixer.logged, self.mlp.logged))
 
     def bind(self, memory: LayerMemory) -> OutputWindows:
         """Return the windows and logs, out of a layer's memory."""
         return OutputWindows(self.mixer.bind(memory), self.mlp.bind(memory))
 
-    def replay(self, batch: StepBatch, memory: OutputWindows) -> None:
+    def rerun(self, batch: StepBatch, memory: OutputWindows) -> None:
         """Advance the windows over logged tokens alone."""
-        self.mixer.replay(batch, *memory.mixer)
-        self.mlp.replay(batch, *memory.mlp)
+        self.mixer.rerun(batch, *memory.mixer)
+        self.mlp.rerun(batch, *memory.mlp)
 
     def of_mixer(self, out: Summand, batch: StepBatch, memory: OutputWindows) -> Tensor:
         """Return the convolved sum over ranks of the mixer's output."""

@@ -38,7 +38,7 @@ class ParallelMixer(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         recurrent = self.recurrent.spec
-        return LayerSpec(self.attention.spec.streams, recurrent.states, recurrent.log, recurrent.replay)
+        return LayerSpec(self.attention.spec.streams, recurrent.states, recurrent.log, recurrent.draft_log)
 
     @property
     def recurrence(self) -> Recurrence[Any, Any]:
@@ -48,9 +48,9 @@ class ParallelMixer(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return self.attention.bind(memory), self.recurrent.bind(memory)
 
-    def replay(self, batch: StepBatch, memory: tuple[Any, Any]) -> None:
+    def rerun(self, batch: StepBatch, memory: tuple[Any, Any]) -> None:
         """Advance the states over logged tokens alone."""
-        self.recurrent.replay(batch, memory[1])
+        self.recurrent.rerun(batch, memory[1])
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: tuple[Any, Any]) -> Summand:
         factors, (attention_memory, recurrent_memory) = self.multipliers, memory

@@ -18,7 +18,7 @@ from strandline.kernels.gemm.low_rank import AdapterRows
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.recurrence import Fold
-from strandline.kernels.recurrences.replay import Replay
+from strandline.kernels.recurrences.rerun import Rerun
 from strandline.models.layers.attention_parts import KVScales
 from strandline.models.layers.targets import NamedTargets
 from strandline.picture_config import PictureConfig
@@ -39,7 +39,7 @@ class ModelMemory:
     """The memory of encoded pictures: an embedding in each row; None without a vision tower."""
     routing: Tensor | None = None
     """The memory of the experts that tokens are routed to; None: they are not recorded."""
-    replays: tuple[Replay, ...] = ()
+    reruns: tuple[Rerun, ...] = ()
     """Functions that together advance the states of all layers over logged drafts; empty: drafts are not logged."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.recurrences.recurrence import Recurrence
-from strandline.kernels.recurrences.replay import ReplayLog, of_step, replay_log, with_logged
+from strandline.kernels.recurrences.rerun import DraftLog, draft_log, of_step, with_logged
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 
 Mix = Callable[..., Tensor]
@@ -28,23 +28,23 @@ class RecurrentMemory:
 
     recurrent: StateMemory
     window_SRC: Tensor
-    replay: ReplayLog
+    draft_log: DraftLog
     """The convolution's inputs, then what the recurrence reads besides, or all that it reads."""
 
     @classmethod
     def bind(cls, recurrence: StateRecurrence[Any], memory: LayerMemory) -> "RecurrentMemory":
         """Return a layer's memory as kernels take it."""
-        return cls(recurrence.bind(memory.states, memory.log), memory.states["window"], replay_log(memory))
+        return cls(recurrence.bind(memory.states, memory.log), memory.states["window"], draft_log(memory))
 
     @property
-    def conv_log(self) -> ReplayLog:
+    def conv_log(self) -> DraftLog:
         """Log of the convolution alone."""
-        return None if self.replay is None else self.replay[:1]
+        return None if self.draft_log is None else self.draft_log[:1]
 
     @property
-    def recurrent_log(self) -> ReplayLog:
+    def recurrent_log(self) -> DraftLog:
         """Log of the recurrence alone."""
-        return None if self.replay is None else self.replay[1:]
+        return None if self.draft_log is None else self.draft_log[1:]
 
 
 def mix_parts(mix: Mix, tokens: Sequence[Tensor], batch: StepBatch) -> Tensor:
@@ -67,7 +67,7 @@ def advance(
     tokens: Sequence[Tensor],
     batch: StepBatch,
     memory: Memory,
-    log: ReplayLog,
+    log: DraftLog,
 ) -> Tensor:
     """Run a recurrence over the step's tokens; return the output of each.
 
@@ -83,7 +83,7 @@ def advance(
         decoded = inputs(*(x[:num_rows] for x in tokens))
         outs.append(recurrence.decode(decoded, memory, batch.decode_slots, recurrent.log))
     if num_rows < len(tokens[0]) or not outs:
-        prefilled = inputs(*with_logged(recurrent.replay, log, tuple(x[num_rows:] for x in tokens)))
+        prefilled = inputs(*with_logged(recurrent.rerun, log, tuple(x[num_rows:] for x in tokens)))
         out = recurrence.prefill(prefilled, memory, batch.prefill_slots, recurrent.chunks)
-        outs.append(of_step(recurrent.replay, out))
+        outs.append(of_step(recurrent.rerun, out))
     return outs[0] if len(outs) == 1 else torch.cat(outs)

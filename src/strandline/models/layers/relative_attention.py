@@ -21,7 +21,7 @@ from strandline.kernels.attention.qkv import prepare_qkv
 from strandline.kernels.attention.relative_attention import RelativeScores, relative_attention
 from strandline.kernels.batch import KVMemory, StepBatch
 from strandline.kernels.binding import Kernels
-from strandline.kernels.recurrences.replay import ReplayLog
+from strandline.kernels.recurrences.rerun import DraftLog
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.attention_parts import (
     AttentionConfig,
@@ -104,7 +104,7 @@ class RelativeAttentionMemory:
 
     kv: KVMemory
     window_SRC: Tensor
-    log: ReplayLog
+    log: DraftLog
 
 
 class RelativeAttention(nn.Module):
@@ -134,7 +134,7 @@ class RelativeAttention(nn.Module):
     @property
     def spec(self) -> LayerSpec:
         window = self.conv.window.divided(*self.kv.shares, dim=1)
-        return replace(self.kv.spec, states=(window,), replay=(self.conv.logged,))
+        return replace(self.kv.spec, states=(window,), draft_log=(self.conv.logged,))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
@@ -144,9 +144,9 @@ class RelativeAttention(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return RelativeAttentionMemory(self.kv.bind(memory), *self.conv.bind(memory))
 
-    def replay(self, batch: StepBatch, memory: RelativeAttentionMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: RelativeAttentionMemory) -> None:
         """Advance the window over logged tokens alone."""
-        self.conv.replay(batch, memory.window_SRC, memory.log)
+        self.conv.rerun(batch, memory.window_SRC, memory.log)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: RelativeAttentionMemory) -> Tensor:
         sizes = self.sizes

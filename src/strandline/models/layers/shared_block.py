@@ -151,7 +151,7 @@ class SharedBlockUse(nn.Module):
         config, mamba = self.block.config.attention, self.mamba.spec
         dtype, num_shares = dtype_name(self.block.dtype), self.block.qkv.kv_shard.count
         kept = kv_spec(config.num_kv_heads, config.head_dim, dtype, num_shares=num_shares)
-        return LayerSpec(kept.streams, mamba.states, mamba.log, mamba.replay)
+        return LayerSpec(kept.streams, mamba.states, mamba.log, mamba.draft_log)
 
     @property
     def recurrence(self) -> Recurrence[Any, Any]:
@@ -167,9 +167,9 @@ class SharedBlockUse(nn.Module):
         """Return the layer's memory as ``forward`` takes it."""
         return KVMemory(memory.streams["key"], memory.streams["value"]), self.mamba.bind(memory)
 
-    def replay(self, batch: StepBatch, memory: tuple[KVMemory, RecurrentMemory]) -> None:
+    def rerun(self, batch: StepBatch, memory: tuple[KVMemory, RecurrentMemory]) -> None:
         """Advance the states over logged tokens alone."""
-        self.mamba.replay(batch, memory[1])
+        self.mamba.rerun(batch, memory[1])
 
     def forward(self, stream_TE: Tensor, step: Step, memory: tuple[KVMemory, RecurrentMemory]) -> Tensor:
         """Return what the Mamba-2 part makes of the residual stream and the block's output."""

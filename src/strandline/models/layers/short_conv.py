@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields
 from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
-from strandline.kernels.recurrences.replay import ReplayLog, replay_log
+from strandline.kernels.recurrences.rerun import DraftLog, draft_log
 from strandline.models.layers.convolution import CausalConvolution, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site
@@ -49,7 +49,7 @@ class ShortConvMemory:
     """A layer's share of all slots and logs."""
 
     window_SRC: Tensor
-    replay: ReplayLog
+    draft_log: DraftLog
 
 
 class ShortConv(nn.Module):
@@ -74,20 +74,20 @@ class ShortConv(nn.Module):
 
     @property
     def spec(self) -> LayerSpec:
-        replay = replace(self.conv.logged, name="x")
-        return LayerSpec(states=(self.shard.divided(self.conv.window, dim=1),), replay=(replay,))
+        logged = replace(self.conv.logged, name="x")
+        return LayerSpec(states=(self.shard.divided(self.conv.window, dim=1),), draft_log=(logged,))
 
     def bind(self, memory: LayerMemory) -> ShortConvMemory:
         """Return the layer's memory as ``forward`` takes it."""
-        return ShortConvMemory(memory.states["window"], replay_log(memory))
+        return ShortConvMemory(memory.states["window"], draft_log(memory))
 
-    def replay(self, batch: StepBatch, memory: ShortConvMemory) -> None:
+    def rerun(self, batch: StepBatch, memory: ShortConvMemory) -> None:
         """Advance the window over logged tokens alone."""
-        self.conv.replay(batch, memory.window_SRC, memory.replay)
+        self.conv.rerun(batch, memory.window_SRC, memory.draft_log)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: ShortConvMemory) -> Tensor:
         gate_before_TC, gate_behind_TC, x_TC = self.in_proj.multiply(hidden_TE).chunk(3, dim=-1)
-        y_TC = self.conv.convolve(gate_before_TC * x_TC, step.batch, memory.window_SRC, memory.replay)
+        y_TC = self.conv.convolve(gate_before_TC * x_TC, step.batch, memory.window_SRC, memory.draft_log)
         return self.out_proj.multiply(y_TC.mul_(gate_behind_TC))
 
     def targets(self, prefix: str) -> NamedTargets:

@@ -1,6 +1,6 @@
 """``insert_logged`` in Triton: two launches for up to three of a layer's tensors; the log is read, then written.
 
-Shape suffixes as in ``kernels/recurrences/replay.py``; Q logged tokens, K drafts.
+Shape suffixes as in ``kernels/recurrences/rerun.py``; Q logged tokens, K drafts.
 """
 # mypy: ignore-errors
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch
+from strandline.kernels.batch import RerunBatch
 from strandline.kernels.sizes import cdiv
 
 BLOCK = 1024
@@ -101,18 +101,18 @@ def _log_kernel(
         _copy_row(inputs_2, log_2, row, entry, stride_2, size_2, size_2, BLOCK)
 
 
-def insert_logged(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """As ``replay.insert_logged``; logs are contiguous."""
-    outs = tuple(x.new_empty(replay.num_rows, *x.shape[1:]) for x in inputs)
+def insert_logged(rerun: RerunBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """As ``rerun.insert_logged``; logs are contiguous."""
+    outs = tuple(x.new_empty(rerun.num_rows, *x.shape[1:]) for x in inputs)
     for first in range(0, len(inputs), TOGETHER):
         part = slice(first, first + TOGETHER)
-        _insert(replay, log[part], [x.flatten(1) for x in inputs[part]], outs[part])
+        _insert(rerun, log[part], [x.flatten(1) for x in inputs[part]], outs[part])
     return outs
 
 
-def _insert(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: list[Tensor], outs: tuple[Tensor, ...]) -> None:
+def _insert(rerun: RerunBatch, log: tuple[Tensor, ...], inputs: list[Tensor], outs: tuple[Tensor, ...]) -> None:
     """Copy up to three tensors."""
-    count, num_step_rows, num_drafts = len(inputs), len(replay.step_rows_T), len(replay.draft_rows_K)
+    count, num_step_rows, num_drafts = len(inputs), len(rerun.step_rows_T), len(rerun.draft_rows_K)
     padding = (None,) * (TOGETHER - count)
     any_size = (0,) * (TOGETHER - count)
     inputs_3 = (*inputs, *padding)
@@ -120,15 +120,15 @@ def _insert(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: list[Tensor], 
     sizes = (*(x.shape[1] for x in inputs), *any_size)
     strides = (*(x.stride(0) for x in inputs), *any_size)
     num_blocks = cdiv(max(sizes), BLOCK)
-    num_rows = num_step_rows + len(replay.logged_rows_Q)
+    num_rows = num_step_rows + len(rerun.logged_rows_Q)
     if num_rows:
         _insert_kernel[(num_rows, num_blocks)](
             *inputs_3, *log_3, *out_3, *sizes, *strides,
-            replay.step_rows_T, replay.logged_rows_Q, replay.logged_entries_Q, num_step_rows,
+            rerun.step_rows_T, rerun.logged_rows_Q, rerun.logged_entries_Q, num_step_rows,
             NUM=count, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     if num_drafts:
         _log_kernel[(num_drafts, num_blocks)](
-            *inputs_3, *log_3, *sizes, *strides, replay.draft_rows_K, replay.draft_entries_K,
+            *inputs_3, *log_3, *sizes, *strides, rerun.draft_rows_K, rerun.draft_entries_K,
             NUM=count, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

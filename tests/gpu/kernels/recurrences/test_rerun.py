@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.cpu.kernels.recurrences.test_replay_triton import LENGTHS, check_insert
+from tests.cpu.kernels.recurrences.test_rerun_triton import LENGTHS, check_insert
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch
-from strandline.kernels.recurrences.replay import insert_logged as declared
+from strandline.kernels.batch import RerunBatch
+from strandline.kernels.recurrences.rerun import insert_logged as declared
 from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.recurrences.replay_triton import insert_logged
+from strandline.kernels.recurrences.rerun_triton import insert_logged
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
 
-def make_batch(lengths: list[tuple[int, int, int]], draft_tokens: int, device: str) -> ReplayBatch:
+def make_batch(lengths: list[tuple[int, int, int]], draft_tokens: int, device: str) -> RerunBatch:
     """Return the tables of sequences with a log each.
 
     Args:
@@ -33,22 +33,22 @@ def make_batch(lengths: list[tuple[int, int, int]], draft_tokens: int, device: s
         draft_rows += range(step_row - num_drafts, step_row)
         draft_entries += range(log * draft_tokens, log * draft_tokens + num_drafts)
     columns = (step_rows, logged_rows, logged_entries, draft_rows, draft_entries)
-    return ReplayBatch(
+    return RerunBatch(
         row, *(torch.tensor(x, dtype=torch.int64, device=device) for x in columns), insert_logged=insert_logged
     )
 
 
 def check_insert(sizes: list[int], lengths: list[tuple[int, int, int]], dtype: torch.dtype, device: str) -> None:
     draft_tokens = 3
-    replay = make_batch(lengths, draft_tokens, device)
-    num_rows = len(replay.step_rows_T)
+    rerun = make_batch(lengths, draft_tokens, device)
+    num_rows = len(rerun.step_rows_T)
     fused_TX = torch.randn(num_rows, sum(sizes), device=device).to(dtype)
     inputs = fused_TX.split(sizes, dim=1)
     log = tuple(torch.randn((1 + len(lengths)) * draft_tokens, size, device=device).to(dtype) for size in sizes)
     expected_log = tuple(x.clone() for x in log)
-    expected: tuple[Tensor, ...] = declared.reference(replay, expected_log, inputs)
+    expected: tuple[Tensor, ...] = declared.reference(rerun, expected_log, inputs)
     with poisoned_memory():
-        outs = insert_logged(replay, log, inputs)
+        outs = insert_logged(rerun, log, inputs)
     for out, wanted in zip((*outs, *log), (*expected, *expected_log), strict=True):
         assert torch.equal(out, wanted)
 

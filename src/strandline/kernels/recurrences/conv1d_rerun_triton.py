@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strandline.kernels.batch import ReplayBatch, Slots
+from strandline.kernels.batch import RerunBatch, Slots
 from strandline.kernels.chunk_table import ChunkTable
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences import conv1d_triton
 from strandline.kernels.recurrences.conv1d import Convolution
 from strandline.kernels.recurrences.conv1d_triton import activate
-from strandline.kernels.recurrences.replay_triton import insert_logged
+from strandline.kernels.recurrences.rerun_triton import insert_logged
 from strandline.kernels.sizes import cdiv, next_power_of_2, strides
 
 FEW_ROWS, ROWS = 5, 8
@@ -40,13 +40,13 @@ MAX_COLUMNS = 256
 
 NO_ENTRY = tl.constexpr(-1)
 
-TABLES = "conv1d_replay_triton"
+TABLES = "conv1d_rerun_triton"
 
 
-def causal_conv1d_replay(
+def causal_conv1d_rerun(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
-    replay: ReplayBatch,
+    rerun: RerunBatch,
     convolution: Convolution,
     window_SRC: Tensor,
     slots: Slots,
@@ -56,37 +56,37 @@ def causal_conv1d_replay(
     others = inputs[1:]
     where = (convolution, window_SRC, slots, chunks)
     if not chunks.is_short or len(others) > MAX_OTHERS or any(x.shape[1] > MAX_COLUMNS for x in others):
-        x_RC, *others_RD = insert_logged(replay, log, inputs)
+        x_RC, *others_RD = insert_logged(rerun, log, inputs)
         return conv1d_triton.causal_conv1d_prefill(x_RC, *where), *others_RD
-    outs = tuple(x.new_empty(replay.num_rows, x.shape[1]) for x in inputs)
-    _launch(inputs, log, outs, replay, *where)
+    outs = tuple(x.new_empty(rerun.num_rows, x.shape[1]) for x in inputs)
+    _launch(inputs, log, outs, rerun, *where)
     return outs
 
 
-def _rows_at_once(replay: ReplayBatch, num_sequences: int) -> int:
+def _rows_at_once(rerun: RerunBatch, num_sequences: int) -> int:
     """Return how many rows are convolved at once."""
     # A padded step has one row, and one sequence, more than its decodes.
-    num_rows, num_decodes = replay.num_rows - replay.is_padded, max(1, num_sequences - replay.is_padded)
+    num_rows, num_decodes = rerun.num_rows - rerun.is_padded, max(1, num_sequences - rerun.is_padded)
     return FEW_ROWS if num_rows <= FEW_ROWS * num_decodes else ROWS
 
 
-def row_tables(replay: ReplayBatch) -> tuple[Tensor, Tensor]:
+def row_tables(rerun: RerunBatch) -> tuple[Tensor, Tensor]:
     """Return where each row comes from, and where of the logs it goes; every layer takes the same.
 
     Returns:
         int64 rows of the step, or ``-1 - entry`` of the log; and entries, or ``NO_ENTRY``.
     """
-    if replay.source_R is not None and replay.entry_R is not None:
-        return replay.source_R, replay.entry_R
-    found = replay.derived.get(TABLES)
+    if rerun.source_R is not None and rerun.entry_R is not None:
+        return rerun.source_R, rerun.entry_R
+    found = rerun.derived.get(TABLES)
     if found is None:
-        rows_T = replay.step_rows_T
-        source_R = rows_T.new_empty(replay.num_rows)
+        rows_T = rerun.step_rows_T
+        source_R = rows_T.new_empty(rerun.num_rows)
         source_R.index_copy_(0, rows_T, torch.arange(len(rows_T), device=rows_T.device))
-        source_R.index_copy_(0, replay.logged_rows_Q, -1 - replay.logged_entries_Q)
-        entry_R = rows_T.new_full((replay.num_rows,), NO_ENTRY.value)
-        entry_R.index_copy_(0, rows_T.index_select(0, replay.draft_rows_K), replay.draft_entries_K)
-        found = replay.derived[TABLES] = source_R, entry_R
+        source_R.index_copy_(0, rerun.logged_rows_Q, -1 - rerun.logged_entries_Q)
+        entry_R = rows_T.new_full((rerun.num_rows,), NO_ENTRY.value)
+        entry_R.index_copy_(0, rows_T.index_select(0, rerun.draft_rows_K), rerun.draft_entries_K)
+        found = rerun.derived[TABLES] = source_R, entry_R
     return found
 
 
@@ -94,7 +94,7 @@ def _launch(
     inputs: tuple[Tensor, ...],
     log: tuple[Tensor, ...],
     outs: tuple[Tensor, ...],
-    replay: ReplayBatch,
+    rerun: RerunBatch,
     convolution: Convolution,
     window_SRC: Tensor,
     slots: Slots,
@@ -104,11 +104,11 @@ def _launch(
     num_channels, num_others = inputs[0].shape[1], len(inputs) - 1
     block_c, num_warps = next(launch for most, launch in LAUNCHES.items() if chunks.num_sequences <= most)
     num_blocks = cdiv(num_channels, block_c)
-    num_rows = _rows_at_once(replay, chunks.num_sequences)
+    num_rows = _rows_at_once(rerun, chunks.num_sequences)
     any_tensor, any_size = (None,) * (MAX_OTHERS - num_others), (0,) * (MAX_OTHERS - num_others)
     sizes = (*(x.shape[1] for x in inputs[1:]), *any_size)
-    _replay_kernel[(num_blocks + num_others, chunks.num_sequences)](
-        *inputs, *any_tensor, *log, *any_tensor, *outs, *any_tensor, *row_tables(replay),
+    _rerun_kernel[(num_blocks + num_others, chunks.num_sequences)](
+        *inputs, *any_tensor, *log, *any_tensor, *outs, *any_tensor, *row_tables(rerun),
         weight_CW, bias_C, window_SRC, *slots,
         chunks.first_chunks_N1, chunks.starts_C, chunks.lengths_C, chunks.cut_slots_C,
         *(x.stride(0) for x in inputs), *any_size, *weight_CW.stride(), *strides(window_SRC),
@@ -125,7 +125,7 @@ def _launch(
         "src_ptr", "dst_ptr", "first_chunks_ptr", "starts_ptr", "lengths_ptr", "cut_slots_ptr"
     ]
 )  # fmt: skip
-def _replay_kernel(
+def _rerun_kernel(
     x_ptr,
     other_1,
     other_2,

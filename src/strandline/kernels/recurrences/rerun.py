@@ -7,7 +7,7 @@ a cut; what comes after drafts is written nowhere. The inputs of the step's draf
 
 So rejected drafts leave no trace: the log ends before them, and the next step overwrites them.
 
-Shape suffixes: T rows of the step's prefills, R the same and those replayed, J entries of all logs; X stands for the
+Shape suffixes: T rows of the step's prefills, R the same and those rerun, J entries of all logs; X stands for the
 further dimensions of any tensor.
 """
 
@@ -16,56 +16,56 @@ from collections.abc import Callable
 from torch import Tensor
 
 from strandline.kernels.arena import LayerMemory
-from strandline.kernels.batch import ReplayBatch, StepBatch
+from strandline.kernels.batch import RerunBatch, StepBatch
 from strandline.kernels.operation import operation, triton
 
-Replay = Callable[[StepBatch], None]
+Rerun = Callable[[StepBatch], None]
 """Advances a layer's states over logged tokens alone; the batch has no rows of its own."""
 
-ReplayLog = tuple[Tensor, ...] | None
+DraftLog = tuple[Tensor, ...] | None
 """The inputs of a layer's drafts, in the order of its spec; None: there are no drafts."""
 
 
-def replay_log(memory: LayerMemory) -> ReplayLog:
+def draft_log(memory: LayerMemory) -> DraftLog:
     """Return a layer's log of drafts."""
-    return None if memory.replay is None else tuple(memory.replay.values())
+    return None if memory.draft_log is None else tuple(memory.draft_log.values())
 
 
-def with_logged(replay: ReplayBatch | None, log: ReplayLog, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def with_logged(rerun: RerunBatch | None, log: DraftLog, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the logged inputs and the step's own; then log those of the step's drafts.
 
     Args:
-        replay: None: nothing is logged, and the inputs come back.
+        rerun: None: nothing is logged, and the inputs come back.
         inputs: inputs of the step's prefills, ``[T, X]`` each, in the order of the log.
     """
-    return inputs if replay is None or log is None else replay.insert_logged(replay, log, inputs)
+    return inputs if rerun is None or log is None else rerun.insert_logged(rerun, log, inputs)
 
 
-@operation(triton("recurrences.replay_triton"))
-def insert_logged(replay: ReplayBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+@operation(triton("recurrences.rerun_triton"))
+def insert_logged(rerun: RerunBatch, log: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the logged inputs and the step's own, ``[R, X]`` each; then log those of the step's drafts.
 
     Args:
         log: ``[J, X]`` each.
         inputs: ``[T, X]`` each.
     """
-    return tuple(_with_logged(replay, log_JX, inputs_TX) for log_JX, inputs_TX in zip(log, inputs, strict=True))
+    return tuple(_with_logged(rerun, log_JX, inputs_TX) for log_JX, inputs_TX in zip(log, inputs, strict=True))
 
 
-def _with_logged(replay: ReplayBatch, log_JX: Tensor, inputs_TX: Tensor) -> Tensor:
-    inputs_RX = inputs_TX.new_empty(replay.num_rows, *inputs_TX.shape[1:])
-    inputs_RX.index_copy_(0, replay.step_rows_T, inputs_TX)
-    if len(replay.logged_rows_Q):
-        inputs_RX.index_copy_(0, replay.logged_rows_Q, log_JX.index_select(0, replay.logged_entries_Q))
-    if len(replay.draft_rows_K):
-        log_JX.index_copy_(0, replay.draft_entries_K, inputs_TX.index_select(0, replay.draft_rows_K))
+def _with_logged(rerun: RerunBatch, log_JX: Tensor, inputs_TX: Tensor) -> Tensor:
+    inputs_RX = inputs_TX.new_empty(rerun.num_rows, *inputs_TX.shape[1:])
+    inputs_RX.index_copy_(0, rerun.step_rows_T, inputs_TX)
+    if len(rerun.logged_rows_Q):
+        inputs_RX.index_copy_(0, rerun.logged_rows_Q, log_JX.index_select(0, rerun.logged_entries_Q))
+    if len(rerun.draft_rows_K):
+        log_JX.index_copy_(0, rerun.draft_entries_K, inputs_TX.index_select(0, rerun.draft_rows_K))
     return inputs_RX
 
 
-def of_step(replay: ReplayBatch | None, out_RX: Tensor) -> Tensor:
+def of_step(rerun: RerunBatch | None, out_RX: Tensor) -> Tensor:
     """Return what was computed of the step's own tokens; may overwrite the row of no token."""
-    if replay is None:
+    if rerun is None:
         return out_RX
-    if replay.is_padded:
+    if rerun.is_padded:
         out_RX[-1].zero_()
-    return out_RX.index_select(0, replay.step_rows_T)
+    return out_RX.index_select(0, rerun.step_rows_T)
