@@ -83,13 +83,13 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    parser = build_parser()
     given = sys.argv[1:] if arguments is None else arguments
-    if not given:
-        parser.print_help(sys.stderr)
-        return 2
-    options = parser.parse_args(given)
     try:
+        parser = build_parser()
+        if not given:
+            parser.print_help(sys.stderr)
+            return 2
+        options = parser.parse_args(given)
         code: int = options.run(options)
     except StrandlineError as error:
         print(f"strandline: error: {error}", file=sys.stderr)

@@ -207,3 +207,14 @@ def test_engine_flags_are_vllms_names() -> None:
         *("--max-num-batched-tokens", "--memory", "--enable-prefix-caching", "--no-enable-prefix-caching", "--seed"),
     }
     assert expected <= set(flags)
+
+
+def test_ctrl_c_before_a_command_runs_leaves_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("strandline.cli.build_parser", interrupt)
+    assert main(["generate"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"

@@ -32,6 +32,7 @@ VOCABULARY = frozenset(
         "picture_config",
         "lora_config",
         "log_format",
+        "signals",
         "flag_actions",
         "foreign_flags",
         "weight_transfer_config",

@@ -31,6 +31,9 @@ R = TypeVar("R")
 PROGRESS_DELAY_S: Final = 1.0
 """Delay before the progress bar appears."""
 
+LOG_INTERVAL_S: Final = 4.0
+"""Least time between reports of progress in the log."""
+
 LONG_S: Final = 10.0
 """Loading takes so long only where kernels are compiled."""
 
@@ -91,7 +94,7 @@ def bind_kernels(
         fuse_multiply_add()
     distinct = list(dict.fromkeys(operations))
     if wanted == "Numba" and obstacle is None and ranks.size == 1:
-        _compile_ahead(distinct, workload)
+        _compile_ahead(distinct, workload, has_bar=progress)
     shown = tqdm(distinct, "Loading kernels", delay=PROGRESS_DELAY_S) if progress else _logged(distinct)
     for operation in shown:
         functions[operation] = operation.reference
@@ -106,15 +109,43 @@ def bind_kernels(
     return Kernels(workload, functions, tuple(fallbacks), ranks)
 
 
-def _compile_ahead(operations: Iterable[Operation[..., Any]], workload: Workload) -> None:
-    """Compile the Numba kernels that are not in its cache, with at most as many processes as torch has threads."""
+def _compile_ahead(operations: Iterable[Operation[..., Any]], workload: Workload, *, has_bar: bool) -> None:
+    """Compile the Numba kernels that are not in its cache, with at most as many processes as torch has threads.
+
+    Args:
+        has_bar: show progress as a bar, not in the log.
+    """
     backends = [backend for operation in operations for backend in operation.backends if backend.name == "Numba"]
     modules = dict.fromkeys(backend.module for backend in backends if backend.limit(workload) is None)
     missing = uncompiled(list(modules))
     num_threads = torch.get_num_threads()
-    if min(len(missing), num_threads) > 1:
-        LOGGER.warning("kernels: compiling for this CPU, once, which may take a minute: %s", ", ".join(missing))
-        compile_modules(missing, num_threads)
+    if min(len(missing), num_threads) < 2:
+        return
+    if has_bar:
+        with tqdm(total=len(missing), desc="Compiling kernels for this CPU, once", unit="file") as bar:
+            compile_modules(missing, num_threads, lambda num_done: bar.update(num_done - bar.n))
+        return
+    LOGGER.warning("kernels: compiling %d files for this CPU, once, which may take a minute", len(missing))
+    compile_modules(missing, num_threads, LoggedProgress(len(missing)))
+
+
+class LoggedProgress:
+    """Logs how many kernels are compiled, now and then.
+
+    Args:
+        num_files: how many there are.
+    """
+
+    def __init__(self, num_files: int) -> None:
+        self._num_files = num_files
+        self._logged_s = self._start_s = SYSTEM_CLOCK()
+
+    def __call__(self, num_done: int) -> None:
+        """Note how many are compiled."""
+        now_s = SYSTEM_CLOCK()
+        if now_s - self._logged_s > LOG_INTERVAL_S or num_done == self._num_files:
+            self._logged_s = now_s
+            LOGGER.warning("kernels: %d of %d compiled, %.0f s", num_done, self._num_files, now_s - self._start_s)
 
 
 def _logged(operations: Sequence[Operation[..., Any]]) -> Iterator[Operation[..., Any]]:

@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from typing import Final
+
+from strandline.signals import signals_held
 
 PACKAGE: Final = Path(__file__).parent
 
@@ -15,12 +19,17 @@ MAX_PROCESSES: Final = 4
 END: Final = 255
 
 PROGRAM: Final = f"""
-import os, sys
+import os, sys, threading
 from importlib import import_module
-while (number := os.read(int(sys.argv[1]), 1)[0]) != {END}:
-    import_module("strandline.kernels." + sys.argv[2 + number])
+numbers, done, lifeline = map(int, sys.argv[1:4])
+threading.Thread(target=lambda: os._exit(len(os.read(lifeline, 1)) or 1), daemon=True).start()
+while (number := os.read(numbers, 1)[0]) != {END}:
+    import_module("strandline.kernels." + sys.argv[4 + number])
+    os.write(done, b"1")
 """
-"""What each process runs: it takes the number of the next module from a pipe that all share, and imports it."""
+"""What each process runs: it takes the number of the next module from a pipe that all share, and imports it.
+
+It ends when the process that started it does. Signals that a terminal sends to both are held back."""
 
 
 def compile_kernels() -> None:
@@ -47,22 +56,46 @@ def uncompiled(modules: Sequence[str]) -> list[str]:
     return [module for module in modules if module.rpartition(".")[2] not in compiled]
 
 
-def compile_modules(modules: Sequence[str], num_cores: int) -> bool:
+def compile_modules(
+    modules: Sequence[str], num_cores: int, report: Callable[[int], object] = lambda num_done: None
+) -> bool:
     """Import modules of ``strandline.kernels`` in other processes, which compile their kernels; return whether all did.
 
-    A module that cannot be imported there raises its error where it is imported next.
+    A module that cannot be imported there raises its error where it is imported next. The processes end with the call,
+    also when an exception ends it.
+
+    Args:
+        report: is called with the number of modules that are done, after each of them.
     """
     # The longest first, so that no process ends long after the others.
     sizes = {module: PACKAGE.joinpath(*module.split(".")).with_suffix(".py").stat().st_size for module in modules}
     names = sorted(modules, key=sizes.__getitem__, reverse=True)
     num_processes = min(num_cores, len(names), MAX_PROCESSES)
-    numbers, write_end = os.pipe()
-    try:
-        os.write(write_end, bytes([*range(len(names)), *[END] * num_processes]))
-        command = [sys.executable, "-c", PROGRAM, str(numbers), *names]
-        processes = [subprocess.Popen(command, pass_fds=[numbers]) for _ in range(num_processes)]
-    finally:
-        os.close(write_end)
-        os.close(numbers)
-    codes = [process.wait() for process in processes]
-    return not any(codes)
+    with ExitStack() as stack:
+        numbers, is_done, lifeline = (_pipe(stack) for _ in range(3))
+        numbers[1].write(bytes([*range(len(names)), *[END] * num_processes]))
+        theirs = [pipe_end.fileno() for pipe_end in (numbers[0], is_done[1], lifeline[0])]
+        command = [sys.executable, "-c", PROGRAM, *map(str, theirs), *names]
+        processes = list[subprocess.Popen[bytes]]()
+        stack.callback(_end, processes)
+        with signals_held():
+            processes.extend(subprocess.Popen(command, pass_fds=theirs) for _ in range(num_processes))
+        is_done[1].close()
+        num_done = 0
+        while is_done[0].read(1):
+            num_done += 1
+            report(num_done)
+        codes = [process.wait() for process in processes]
+        return not any(codes)
+
+
+def _pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
+    """Return both ends of a pipe, which the stack closes."""
+    reader, writer = os.pipe()
+    return stack.enter_context(FileIO(reader, "r")), stack.enter_context(FileIO(writer, "w"))
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()

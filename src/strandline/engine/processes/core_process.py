@@ -62,6 +62,7 @@ from strandline.records.messages import (
     ToCore,
     UnloadAdapter,
 )
+from strandline.signals import ignore_signals
 from strandline.text.pending_grammars import PendingGrammars
 
 Socket = zmq.Socket[bytes]
@@ -341,8 +342,7 @@ def beat_forever(heartbeat: Heartbeat) -> None:
 
 def main() -> int:
     """Run the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     address, heartbeat_fd = sys.argv[1:]
     heartbeat = Heartbeat(int(heartbeat_fd))
     Thread(target=beat_forever, args=[heartbeat], daemon=True).start()

@@ -32,6 +32,7 @@ from strandline.errors import EngineError
 from strandline.gc_policy import freeze_gc
 from strandline.kernels.ranks import ONE_RANK
 from strandline.records.plan import StepResult
+from strandline.signals import ignore_signals
 from strandline.text.compiling_threads import CompilingThreads
 
 COPIES: Final = ("begin_read", "begin_write")
@@ -185,8 +186,7 @@ def leave_with(connection: socket.socket, rendezvous: Rendezvous | None, is_load
 
 def main() -> int:
     """Run the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     try:
         with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rb") as calls:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from strandline.config import EngineConfig
 from strandline.device.ranks.process_ranks import Rendezvous
 from strandline.errors import EngineError
+from strandline.signals import signals_held
 
 WORKER_MODULE: Final = "strandline.engine.processes.worker"
 EXIT_TIMEOUT_S: Final = 30.0
@@ -68,9 +69,10 @@ class WorkerLink:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-X", "faulthandler", "-m", WORKER_MODULE, str(number)]
-            self.process = subprocess.Popen(
-                command, pass_fds=(number,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
+            with signals_held():
+                self.process = subprocess.Popen(
+                    command, pass_fds=(number,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+                )
         self.process_fd = os.pidfd_open(self.process.pid)
         """Becomes readable when the process has ended; open until ``close``."""
         self.last_words = b""

@@ -20,6 +20,7 @@ from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, FROM_CORE, EventEndpoints, Ready, Refused, Start
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_link import EngineLink
+from strandline.signals import signals_held
 
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
@@ -165,7 +166,8 @@ def _start(address: str, inherited: Sequence[int]) -> tuple[Heartbeat, subproces
     fd = os.memfd_create("heartbeat")
     try:
         command = [sys.executable, "-m", "strandline.engine.processes.core_process", address, str(fd)]
-        return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
+        with signals_held():
+            return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
     finally:
         os.close(fd)
 
