@@ -351,7 +351,7 @@ class History:
     def adopt(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str, idle_s: float = 0.0) -> None:
         """Find that another engine has stored a prompt that begins like an earlier one in the last tier."""
         tokens = self._derived(base, kept, pattern_seed, num_more)
-        if not self.rule.needs_slots:
+        if not self.rule.needs_snapshots:  # files then hold whole blocks, which may end inside a picture
             tokens = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
         self.prompts.append(tuple(with_whole_pictures(tokens)) or (1,))
         if tokens:

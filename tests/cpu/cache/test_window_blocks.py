@@ -44,6 +44,8 @@ def history(
     window_tokens: tuple[int, ...],
     rule: ResumeRule = AT_SNAPSHOTS,
     lower_blocks: Sequence[int] = (),
+    *,
+    has_pictures: bool = False,
 ) -> History:
     """Return a history of a model whose tokens see windows; what is stored is longer where a token is computed again.
 
@@ -55,7 +57,7 @@ def history(
     windows = tuple(WindowClass(size + again, num_windows + index) for index, size in enumerate(window_tokens))
     # Each size takes slabs of its own, so that a request needs more of them.
     num_slabs += 4 * (len(window_tokens) - 1)
-    return History(num_slabs, num_blocks, rule, lower_blocks=lower_blocks, windows=windows)
+    return History(num_slabs, num_blocks, rule, lower_blocks=lower_blocks, windows=windows, has_pictures=has_pictures)
 
 
 class WindowBlocksMachine(HungryCacheMachine):
@@ -86,6 +88,7 @@ class TieredWindowBlocksMachine(TieredCacheMachine):
         window_tokens=st.sampled_from(WINDOWS),
         rule=st.sampled_from(RULES),
         lower_blocks=tier_sizes(1, 3),
+        has_pictures=st.booleans(),
     )
     def start(  # type: ignore[override]
         self,
@@ -93,8 +96,9 @@ class TieredWindowBlocksMachine(TieredCacheMachine):
         window_tokens: tuple[int, ...] = (1,),
         rule: ResumeRule = AT_SNAPSHOTS,
         lower_blocks: Sequence[int] = (),
+        has_pictures: bool = False,
     ) -> None:
-        self.history = history(shape, window_tokens, rule, lower_blocks)
+        self.history = history(shape, window_tokens, rule, lower_blocks, has_pictures=has_pictures)
 
 
 class StatelessWindowBlocksMachine(HungryCacheMachine):
@@ -115,21 +119,31 @@ TestTieredWindowBlocksMachine = TieredWindowBlocksMachine.TestCase
 
 
 @pytest.mark.parametrize(
-    ("lower_blocks", "shape", "window_tokens", "rule"),
+    ("lower_blocks", "shape", "window_tokens", "has_pictures", "rule"),
     [
         pytest.param(blocks, *layout, rule, marks=[] if (size + number + kind) % 2 == 0 else pytest.mark.long)
         for size, blocks in enumerate([(12,), (300,), (60, 400), (16, 20, 400)])
         for number, layout in enumerate(
-            [((16, 1, 3), (65,)), ((16, 5, 2), (1,)), ((18, 5, 7), (130,)), ((18, 5, 7), (32, 160))]
+            [
+                ((16, 1, 3), (65,), False),
+                ((16, 5, 2), (1,), False),
+                ((18, 5, 7), (130,), True),
+                ((18, 5, 7), (32, 160), True),
+            ]
         )
         for kind, rule in enumerate(RULES)
     ],
     ids=str,
 )
 def test_long_histories_with_tiers_agree_with_the_dictionary(
-    shape: tuple[int, int, int], window_tokens: tuple[int, ...], lower_blocks: tuple[int, ...], rule: ResumeRule
+    shape: tuple[int, int, int],
+    window_tokens: tuple[int, ...],
+    lower_blocks: tuple[int, ...],
+    has_pictures: bool,
+    rule: ResumeRule,
 ) -> None:
-    check_long_history_with_tiers(history(shape, window_tokens, rule, lower_blocks), str(shape))
+    events = history(shape, window_tokens, rule, lower_blocks, has_pictures=has_pictures)
+    check_long_history_with_tiers(events, "20" if has_pictures else str(shape))
 
 
 @pytest.mark.parametrize(
