@@ -21,9 +21,6 @@ class FirstTier(Protocol):
     def demote_blocks(self, run: Run, kept: int) -> None:
         """Take in what the tier needs of a childless run's blocks after the first ``kept``, before they are evicted."""
 
-    def lose_blocks(self, run: Run, kept: int) -> None:
-        """Remove what needs those of a childless run's blocks after the first ``kept`` that the tier has not stored."""
-
 
 class Below(Protocol):
     """All tiers of a cache, and the loads under way."""

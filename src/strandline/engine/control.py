@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Final
 
 from strandline.cache import PrefixCache
-from strandline.cache.evict_all import drop_all, evict_all
+from strandline.cache.evict_all import evict_all
 from strandline.cache.tiers import Loads
+from strandline.cache.tiers.reset import reset
 from strandline.device.executor import Executor
 from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.errors import ConfigError, RequestError
-from strandline.records.adapters import with_epoch
 from strandline.records.control import (
     MEMORIES,
     Action,
@@ -89,23 +89,23 @@ class CoreControl:
 
     def _apply(self, action: Action) -> bool:
         match action:
-            case Pause(clears):
+            case Pause(epoch):
                 self._is_paused = True
-                if clears is not None and not self._hands_over:
-                    self._drop(clears)
+                if epoch is not None and not self._hands_over:
+                    self._reset(epoch)
             case Resume():
                 self._is_paused = False
-            case ResetCache(clears, forced):
+            case ResetCache(epoch, forced):
                 if self._scheduler.running and not forced:
                     return False
-                self._drop(clears)
+                self._reset(epoch)
             case Sleep(level):
                 self._sleep(level)
             case WakeUp(memories):
                 return self._wake_up([memory for memory in memories if memory in self._given_back])
-            case UseWeights(clears):
+            case UseWeights(epoch):
                 # First: entries of weights that are gone are never hit.
-                self._drop(clears)
+                self._reset(epoch)
                 self._executor.change_weights(action)
                 self._given_back.discard("weights")
             case _:
@@ -125,12 +125,11 @@ class CoreControl:
                 "that read no pictures (--language-model-only)"
             )
 
-    def _drop(self, epoch: str) -> None:
-        """Preempt all requests, drop what the device caches, and let later entries begin another epoch."""
+    def _reset(self, epoch: str) -> None:
+        """Preempt all requests, and begin another epoch of the cache."""
         self._scheduler.preempt_all()
-        self._scheduler.rename_salts(lambda salt: with_epoch(salt, epoch))
         self._finish_transfers()
-        drop_all(self._cache)
+        reset(self._cache, epoch)
         self._finish_transfers()
 
     def _sleep(self, level: int) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import count, starmap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
-from uuid import uuid4
 from weakref import finalize
 
 from tqdm import tqdm
@@ -23,9 +22,18 @@ from strandline.engine.offline_prompts import ParsedPrompt, Prompt, PromptReader
 from strandline.engine.shared_engine import Inbox, SharedEngine
 from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import new_loader
-from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with, with_epoch
+from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with
 from strandline.records.cache_questions import CacheQuestion
-from strandline.records.control import MEMORIES, Action, Memory, PrepareWeights, ResetCache, Sleep, UseWeights, WakeUp
+from strandline.records.control import (
+    MEMORIES,
+    Memory,
+    PrepareWeights,
+    ResetCache,
+    Sleep,
+    UseWeights,
+    WakeUp,
+    new_epoch,
+)
 from strandline.records.outputs import RequestOutput
 from strandline.records.pictures import Picture
 from strandline.records.sampling_params import SamplingParams
@@ -78,7 +86,6 @@ class LLM:
         self._prompts = PromptReader(self.get_tokenizer, self._pictures)
         self.engine = load_engine(self.config, progress=True)
         self._names = count()
-        self._epoch = ""
         self._loras = dict[LoRARequest, LoadedAdapter]()
         self._renderers: dict[str | None, ChatRenderer] = {}
         self._shared = SharedEngine(self.engine)
@@ -357,7 +364,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Drop all that is cached; return whether that was possible: nothing may run."""
         with self._shared.exclusively(), uninterrupted():
-            return self._clear(lambda epoch: ResetCache(epoch, forced=False))
+            return self.engine.core.control.apply(ResetCache(new_epoch(), forced=False))
 
     def update_weights_from_disk(self, model_path: str) -> None:
         """Compute with the weights of the same model in another directory; what is cached of others is never hit.
@@ -367,20 +374,7 @@ class LLM:
         """
         with self._shared.exclusively(), uninterrupted():
             self.engine.core.control.apply(PrepareWeights(model_path))
-            self._clear(UseWeights)
-
-    def _clear(self, action_of: Callable[[str], Action]) -> bool:
-        """Do what begins a new epoch; where it is refused, the old one goes on."""
-        before, self._epoch = self._epoch, uuid4().hex
-        is_done = False
-        try:
-            is_done = self.engine.core.control.apply(action_of(self._epoch))
-        except ConfigError:
-            self._epoch = before
-            raise
-        if not is_done:
-            self._epoch = before
-        return is_done
+            self.engine.core.control.apply(UseWeights(new_epoch()))
 
     # Parts
 
@@ -388,8 +382,7 @@ class LLM:
         """Return a prompt that an adapter computes, which is read if it is new."""
         if request is not None and request not in self._loras:
             self._loras[request] = self.engine.core.adapters.load(request.lora_name, request.lora_path)
-        salt = salt_with(None if request is None else self._loras[request], prompt.salt)
-        return replace(prompt, salt=with_epoch(salt, self._epoch) if self._epoch else salt)
+        return replace(prompt, salt=salt_with(None if request is None else self._loras[request], prompt.salt))
 
     def _check_params(
         self,

@@ -1,6 +1,7 @@
 """What operators and trainers ask of an engine between its steps."""
 
 from typing import Literal
+from uuid import uuid4
 
 import msgspec
 
@@ -13,11 +14,16 @@ Memory = Literal["weights", "kv_cache"]
 MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")
 
 
+def new_epoch() -> str:
+    """Return a name for an epoch of the cache, which no other one has had."""
+    return uuid4().hex
+
+
 class Pause(msgspec.Struct, tag=True, frozen=True):
     """Run no step until ``Resume``."""
 
-    clears: str | None
-    """Begins the salts of what is cached from now on, and nothing cached before is hit; None: the cache stays."""
+    epoch: str | None
+    """The cache is reset, and this epoch of it begins; None: the cache stays."""
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
@@ -27,7 +33,7 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 class ResetCache(msgspec.Struct, tag=True, frozen=True):
     """Drop all that is cached, and compute unfinished requests anew. Refused while requests run, unless ``forced``."""
 
-    clears: str
+    epoch: str
     """See ``Pause``."""
     forced: bool
 
@@ -76,7 +82,7 @@ class PrepareWeights(msgspec.Struct, tag=True, frozen=True):
 class UseWeights(msgspec.Struct, tag=True, frozen=True):
     """Compute with the prepared weights from now on, also what unfinished requests have computed."""
 
-    clears: str
+    epoch: str
     """See ``Pause``."""
 
 

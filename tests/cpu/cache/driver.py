@@ -16,6 +16,7 @@ from strandline.cache.size import CacheSize, WindowClass
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
 from strandline.cache.tiers.adoption import FoundPath
 from strandline.cache.tiers.loads import EndedLoad
+from strandline.cache.tiers.reset import reset
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, RequestId, TransferId
 from strandline.records.account import Account, Miss, Reason, SnapshotKind
 from strandline.records.actions import Completion, StoredBlocks, StoredPath
@@ -68,6 +69,8 @@ class Driver:
         self.holds = Holds(self.cache)
         self.device = Device(num_slabs, blocks_per_slab, windows, num_computed_again=int(not rule.needs_slots))
         self._num_requests = 0
+        self._num_found = 0
+        self._num_resets = 0
 
     def lookup(self, tokens: Iterable[int], salt: str = "") -> Account:
         return self.cache.lookup(TokenBuffer(tokens), salt)
@@ -216,14 +219,25 @@ class Driver:
         self.flush()
         return True
 
-    def adopt(self, tokens: Sequence[int], salt: str = "", idle_s: float = 0.0) -> None:
-        """Enter a prompt that another engine has stored in the last tier, with a snapshot at its end."""
+    def reset(self) -> None:
+        """Begin another epoch of the cache."""
+        self._num_resets += 1
+        reset(self.cache, f"epoch {self._num_resets} ")
+        check(self.cache)
+        self.flush()
+
+    def adopt(self, tokens: Sequence[int], salt: str = "", idle_s: float = 0.0, *, tree: str | None = None) -> None:
+        """Enter a prompt that another engine has stored in the last tier, with a snapshot at its end.
+
+        Args:
+            tree: the name of its tree; None: that of the salt's.
+        """
         tier, num_whole = self.loads.tiers[-1], len(tokens) // BLOCK_TOKENS
         cut = range(0, num_whole * BLOCK_TOKENS, BLOCK_TOKENS)
         blocks = StoredBlocks(0, tuple(self._found(tokens[start : start + BLOCK_TOKENS]) for start in cut))
         tail = tokens[num_whole * BLOCK_TOKENS :]
         path = StoredPath(
-            tier.tree.name(salt),
+            tier.tree.name(salt) if tree is None else tree,
             bytes(TokenBuffer(tokens).data),
             blocks,
             self._found(tokens, is_state=True) if tier.has_snapshots else NO_ADDRESS,
@@ -238,7 +252,8 @@ class Driver:
 
     def _found(self, tokens: Sequence[int], *, is_state: bool = False) -> int:
         """Return the address of a block or a state that another engine has stored."""
-        address = max(OTHERS, *self.device.stored, 0) + 1
+        self._num_found += 1
+        address = OTHERS + self._num_found
         has_cells = not is_state or self._has_slots
         self.device.stored[address] = tuple(tokens) if has_cells else NO_STATE
         if is_state:

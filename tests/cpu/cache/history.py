@@ -7,6 +7,7 @@ states, the latter is where a prompt resumes, one token before its end at most.
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, Literal
 
 from strandline.cache import Lead, Lease
@@ -15,8 +16,10 @@ from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import WindowClass
+from strandline.cache.tiers.lower_tier import LowerTier
+from strandline.cache.traversal import all_runs_below
 from strandline.cache.tree import Run
-from strandline.ids import BLOCK_TOKENS, PATH, BlockId, RequestId, SlotId
+from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, PATH, BlockId, RequestId, SlotId
 from strandline.records.account import Account, Reason, SnapshotKind
 from strandline.records.actions import MoveBlock
 from strandline.records.pictures import is_virtual, virtual_ids
@@ -84,6 +87,14 @@ class History:
         self._is_flushed = True
         self._writes: dict[int, tuple[SlotId, int]] = {}
         self._watched: list[object] = []
+        self._old_addresses = set[int]()
+        """Addresses at which tiers had something, or were to get it, when the cache was reset."""
+        self._late_addresses = set[int]()
+        """Addresses of what others stored before a reset and what was found after it."""
+        self._old_trees: list[dict[str, str]] = []
+        """The names of the last tier's trees by salt, in each epoch that has ended."""
+        self.num_spills_over_resets = 0
+        """Spills that began before a reset, and ended after it or will do so."""
 
     def lease(self, index: int) -> Lease:
         return self.running[index % len(self.running)][1]
@@ -348,14 +359,61 @@ class History:
             assert account.hit == (self.rule.last(len(lease.tokens)) if self.rule.needs_snapshots else account.hit)
         assert not lease.is_active
 
-    def adopt(self, base: int, kept: int, pattern_seed: int, num_more: int, salt: str, idle_s: float = 0.0) -> None:
-        """Find that another engine has stored a prompt that begins like an earlier one in the last tier."""
+    def reset(self) -> None:
+        """Take back what has memory of the device, and begin another epoch. Other spills end later."""
+        device, parts = self.driver.device, self.cache.internals()
+        while parts.leases:
+            holding = [index for index, spill in enumerate(device.spilling.values()) if spill.blocks]
+            if self.running:
+                self.release(0, SnapshotKind.PREEMPTION)
+            elif device.loading:
+                self.end_load(0, is_done=len(parts.leases) % 2 == 0)
+            else:
+                self.end_spill(holding[0], is_done=True)
+        tiers = self.loads.tiers
+        self._old_trees.append({salt: tiers[-1].tree.name(salt) if tiers else "" for salt in SALTS})
+        self.num_spills_over_resets += len(device.spilling)
+        for tier in tiers:
+            self._old_addresses.update(*(addresses_below(tier, root) for root in tier.tree.roots.values()))
+        for spill in device.spilling.values():
+            assert spill.path is not None
+            self._old_addresses |= {*spill.path.addresses.values(), spill.path.address, spill.path.tail_address}
+        self._old_addresses.discard(NO_ADDRESS)
+        self.driver.reset()
+        self._is_flushed = True
+        assert self.cache.memory_use().num_blocks == self.cache.memory_use().num_slots == 0
+        assert [tier.num_snapshots for tier in tiers] == [0] * len(tiers)
+        for prompt, salt in product(self.prompts[-8:], SALTS):
+            account = self.driver.lookup(prompt, salt)
+            assert (account.hit, account.kv_tokens) == (0, 0)
+            assert self.loads.tier_offer(TokenBuffer(prompt), salt) is None
+
+    def adopt(
+        self,
+        base: int,
+        kept: int,
+        pattern_seed: int,
+        num_more: int,
+        salt: str,
+        idle_s: float = 0.0,
+        *,
+        is_old: bool = False,
+    ) -> None:
+        """Find that another engine has stored a prompt that begins like an earlier one in the last tier.
+
+        Args:
+            is_old: it was stored in the epoch before the last reset, if there was one.
+        """
         tokens = self._derived(base, kept, pattern_seed, num_more)
         if not self.rule.needs_snapshots:  # files then hold whole blocks, which may end inside a picture
             tokens = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
         self.prompts.append(tuple(with_whole_pictures(tokens)) or (1,))
         if tokens:
-            self.driver.adopt(tokens, salt, idle_s)
+            tree = self._old_trees[-1][salt] if is_old and self._old_trees else None
+            before = set(self.driver.device.stored)
+            self.driver.adopt(tokens, salt, idle_s, tree=tree)
+            if tree is not None:
+                self._late_addresses |= set(self.driver.device.stored) - before
             self._is_flushed = True
 
     def end_spill(self, index: int, *, is_done: bool) -> None:
@@ -424,6 +482,17 @@ class History:
             self.driver.device.verify(self.cache, self.loads.tiers)
             self._check_that_published_slots_stand_still()
         self._check_lookups()
+        if self._old_addresses:
+            self._check_that_nothing_old_is_reached()
+
+    def _check_that_nothing_old_is_reached(self) -> None:
+        """Check that nothing of before a reset can be loaded, or is left once all spills of that time have ended."""
+        for tier, salt in product(self.loads.tiers, SALTS):
+            root = tier.tree.roots.get(tier.tree.name(salt))
+            reached = set[int]() if root is None else addresses_below(tier, root)
+            assert reached.isdisjoint(self._old_addresses | self._late_addresses)
+        if self._is_flushed and not self.driver.device.spilling:
+            assert self._old_addresses.isdisjoint(self.driver.device.stored)
 
     def _check_that_published_slots_stand_still(self) -> None:
         snapshots = {id(s): s for _, _, s in published_snapshots(self.cache)}
@@ -461,6 +530,15 @@ class History:
         for miss in account.misses:
             assert miss.start == position < miss.end
             position = miss.end
+
+
+def addresses_below(tier: LowerTier, root: Run) -> set[int]:
+    """Return all addresses that a tier has in a tree."""
+    found = set[int]()
+    for run in all_runs_below(root):
+        found.update(tier.column.addresses_in(run))
+        found.update(*((copy.address, copy.tail_address) for copy in tier.column.copies(run)))
+    return found
 
 
 def is_inside_picture(lease: Lease, position: int) -> bool:

@@ -137,6 +137,11 @@ class CacheMachine(RuleBasedStateMachine):
     def preempt_and_readmit(self, index: int) -> None:
         self.history.preempt_and_readmit(index)
 
+    @rule(chance=st.integers(0, 3))
+    def reset(self, chance: int) -> None:
+        if chance == 3:
+            self.history.reset()
+
     @invariant()
     def cache_agrees_with_the_dictionary(self) -> None:
         self.history.check()
@@ -218,9 +223,10 @@ class TieredCacheMachine(LoadingCacheMachine):
         seed=st.integers(0, 3),
         num_more=st.sampled_from(LENGTHS),
         salt=st.sampled_from(["", "", "other"]),
+        is_old=st.booleans(),
     )
-    def adopt(self, base: int, kept: int, seed: int, num_more: int, salt: str) -> None:
-        self.history.adopt(base, kept, seed, num_more, salt)
+    def adopt(self, base: int, kept: int, seed: int, num_more: int, salt: str, is_old: bool) -> None:
+        self.history.adopt(base, kept, seed, num_more, salt, is_old=is_old)
 
     @precondition(lambda self: self.history.loads.spills)
     @rule()
@@ -356,6 +362,49 @@ def test_long_histories_with_pictures_and_tiers_agree_with_the_dictionary(
     lower_blocks: tuple[int, ...], rule: ResumeRule, seed: str
 ) -> None:
     check_long_history_with_tiers(History(16, 1, rule, lower_blocks=lower_blocks, has_pictures=True), seed)
+
+
+@pytest.mark.parametrize(
+    ("lower_blocks", "rule"),
+    [
+        ((), AT_SNAPSHOTS),
+        ((300,), AT_SNAPSHOTS),
+        ((16, 400), AT_SNAPSHOTS),
+        ((16, 400), AtTokens()),
+        ((16, 20, 400), AT_SNAPSHOTS),
+        pytest.param((16, 20, 400), AtTokens(), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_nothing_of_before_a_reset_is_reached(rule: ResumeRule, lower_blocks: tuple[int, ...]) -> None:
+    choose = random.Random(str(lower_blocks))
+    history = History(9, 5, rule, lower_blocks=lower_blocks)
+    for number in range(300):
+        prompt = choose.randrange(30), choose.choice(KEPT), choose.randrange(4), choose.choice(LENGTHS)
+        salt, event = choose.choice(["", "", "other"]), choose.random()
+        if number % 30 == 29:
+            while history.running:
+                history.release(0, SnapshotKind.PREEMPTION)
+            history.take(39, 0, "blocks first")  # spills of what is demoted whole need nothing of the device
+            for tier in history.loads.tiers[:-1]:
+                tier.num_spare_blocks = tier.num_blocks
+            history.step([0])
+            history.reset()
+        elif event < 0.1:
+            history.load_from_tier(*prompt, salt)
+        elif event < 0.2:
+            history.end_load(choose.randrange(4), is_done=choose.random() < 0.8)
+        elif event < 0.3:
+            history.take(choose.randrange(40), 0, "blocks first")
+        elif event < 0.33:
+            history.end_spill(choose.randrange(4), is_done=choose.random() < 0.8)
+        elif event < 0.38 and len(lower_blocks) > 1:
+            history.adopt(*prompt, salt, is_old=choose.random() < 0.5)
+        else:
+            random_event(history, choose)
+        history.check()
+    assert len(lower_blocks) < 2 or history.num_spills_over_resets > 1
+    history.driver.drain()
 
 
 def check_long_history_with_tiers(history: History, seed: str) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from strandline import LLM, SamplingParams
 from strandline.errors import ConfigError, RequestError
-from strandline.records.adapters import LoadedAdapter, adapter_of, salt_with, with_epoch
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.vision_engine import save_vision_model
 
@@ -128,15 +127,3 @@ def test_engines_whose_weights_stay_sleep_lightly(kind: str, models: tuple[str, 
         llm.sleep(1)
         llm.wake_up()
         assert answer(llm)[0] == before[0]
-
-
-def test_epochs_keep_adapters_and_salts_apart() -> None:
-    adapter = LoadedAdapter("a", "p", "d1g", 8)
-    for name in (None, adapter):
-        for own in ("", "mine", "\0epoch x/mine", "a/b"):
-            salt = salt_with(name, own)
-            first, second = with_epoch(salt, "e1"), with_epoch(with_epoch(salt, "e1"), "e2")
-            assert second == with_epoch(salt, "e2")
-            assert len({salt, first, second}) == 3
-            assert adapter_of(second) == adapter_of(salt)
-            assert with_epoch(second, "") == salt

@@ -22,6 +22,7 @@ from strandline.transfer import disk_directory, disk_files
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, stats, tier_stats
+from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.models import families
 
 
@@ -104,6 +105,23 @@ def test_evicted_prompts_come_back_from_files_after_a_restart(
     after = disk_of(second)
     assert after.num_loads >= len(PROMPTS) - 2
     assert after.num_loaded_bytes >= after.num_loads * second.engine.core.spec.raw_slot_bytes
+    close(second)
+
+
+def test_files_of_other_weights_are_not_hit_after_a_restart(
+    make_llm: MakeLLM, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    first, misses = with_disk(make_llm, tmp_path), [0] * len(PROMPTS)
+    assert serve(first) == (expected, misses)
+    first.update_weights_from_disk(str(save_tiny_model(tmp_path / "other", seed=7)))
+    others, hits = serve(first)
+    assert (others != expected, hits) == (True, misses), "nor while the process lasts"
+    assert serve(first) == (others, list(LENGTHS))
+    assert disk_of(first).num_loads > 0
+    close(first)
+    assert list((tmp_path / "cache").glob("*.snapshot"))
+    second = with_disk(make_llm, tmp_path)
+    assert serve(second) == (expected, misses)
     close(second)
 
 

@@ -50,11 +50,15 @@ class TieredEventMachine(TieredCacheMachine):
 
     @precondition(lambda self: self.history.loads.spills)
     @rule(
-        base=st.integers(0, 30), kept=st.sampled_from(KEPT[::-1]), seed=st.integers(0, 3), more=st.sampled_from(LENGTHS)
+        base=st.integers(0, 30),
+        kept=st.sampled_from(KEPT[::-1]),
+        seed=st.integers(0, 3),
+        more=st.sampled_from(LENGTHS),
+        is_old=st.booleans(),
     )
-    def adopt(self, base: int, kept: int, seed: int, more: int) -> None:
+    def adopt(self, base: int, kept: int, seed: int, more: int, is_old: bool) -> None:
         """Adopt paths without a salt: files have only a hash of a salt, which events cannot name."""
-        self.history.adopt(base, kept, seed, more, "")
+        self.history.adopt(base, kept, seed, more, "", is_old=is_old)
 
     @invariant()
     def cache_agrees_with_the_dictionary(self) -> None:
@@ -117,8 +121,9 @@ def held(history: History) -> set[int]:
     found = {(salt, encode(tokens)) for salt, tokens in published(history.cache)}
     for tier in history.loads.tiers:
         names = {tier.tree.name(salt): salt for salt in SALTS}
-        snapshots = [copy.snapshot for copy in tier.snapshots()]
-        found |= {(names[tier.tree.name_of(each.home)], each.path()) for each in snapshots}
+        for each in (copy.snapshot for copy in tier.snapshots()):
+            if (tree := tier.tree.name_of(each.home)) in names:  # others are of earlier epochs
+                found.add((names[tree], each.path()))
     return {snapshot_key(salt, data) for salt, data in found}
 
 

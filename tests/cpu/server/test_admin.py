@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from strandline.events.subscriber import Subscriber
 from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.engine.tokenizers import byte_tokenizer
+from tests.cpu.events.outside_router import OutsideRouter
 from tests.cpu.server.conftest import VOCAB_SIZE
 from tests.cpu.server.process import ServerProcess, http_post, http_stream, running_server
 
@@ -22,9 +24,17 @@ LONG: Final = 500
 
 
 @pytest.fixture(scope="module")
-def admin(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def events(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where the server publishes its events."""
+    directory = tmp_path_factory.mktemp("events")
+    return {name: f"ipc://{directory}/{name}" for name in ("endpoint", "replay_endpoint")}
+
+
+@pytest.fixture(scope="module")
+def admin(bytes_dir: Path, events: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("admin") / "log"
-    with running_server(bytes_dir, log, "--enable-admin-endpoints") as server:
+    config = json.dumps({"enable_kv_cache_events": True, **events})
+    with running_server(bytes_dir, log, "--enable-admin-endpoints", "--kv-events-config", config) as server:
         yield server
 
 
@@ -138,6 +148,31 @@ def test_cache_is_reset_while_nothing_runs(admin: ServerProcess, long_answer: li
         assert admin.post("/reset_prefix_cache").json() == {"success": False}
         assert admin.post("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
         assert tokens(first.result()) == long_answer
+
+
+@pytest.mark.parametrize("change", ["reset", "pause", "weights"])
+def test_routers_outside_find_prompts_after_changes(
+    admin: ServerProcess, events: dict[str, str], bytes_dir: Path, other_dir: Path, change: str
+) -> None:
+    router, prompt = OutsideRouter(), PROMPT[:-1]
+    with Subscriber(*events.values(), sink=router) as subscriber:
+        for weights in (other_dir, bytes_dir):
+            generate(admin)
+            assert subscriber.catch_up()
+            assert router.num_blocks(prompt) == len(prompt) // 64 > 1
+            if change == "reset":
+                assert admin.post("/reset_prefix_cache").json() == {"success": True}
+            elif change == "pause":
+                admin.post("/pause?clear_cache=true")
+                admin.post("/resume")
+            else:
+                update = admin.post("/update_weights_from_disk", model_path=str(weights), weight_version="default")
+                assert update.json()["success"]
+            assert subscriber.catch_up()
+            assert router.num_blocks(prompt) == 0
+            assert num_hit(generate(admin)) == 0
+        assert subscriber.catch_up()
+        assert router.num_blocks(prompt) == len(prompt) // 64
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -15,7 +15,6 @@ from strandline.records.events import CoreStats
 from strandline.records.tree_view import TreeView
 from strandline.server.cache_page import add_cache_page
 from strandline.server.config import ServerConfig
-from strandline.server.engines.cache_epoch import CacheEpoch
 from strandline.server.http.host_check import HostCheck
 from strandline.server.http.host_names import is_local, parse_host
 from strandline.server.requests.service import Service
@@ -151,7 +150,7 @@ def test_allowed_hosts_must_be_names(name: str) -> None:
 class EmptyCache:
     """Stands in for the engines' client, and for its only engine: shows a cache with nothing in it."""
 
-    number, failure, epoch = 0, None, CacheEpoch()
+    number, failure = 0, None
 
     def __init__(self) -> None:
         self.frontend = SimpleNamespace(tokenizer=None)

@@ -9,15 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
-from strandline.records.adapters import with_epoch
+from strandline.records.control import ResetCache
 from strandline.records.events import CoreStats, Limits
 from strandline.records.messages import ENCODER as TO_FRONT_END
-from strandline.records.messages import TO_CORE, AskStats, FromCore, Stats, Submit
+from strandline.records.messages import TO_CORE, AskStats, Control, Controlled, FromCore, Stats, Submit
 from strandline.records.pictures import Picture, PictureSpan, PlacedPicture
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.app import build_app
 from strandline.server.engines import engine_client
 from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
+from strandline.server.engines.engine_control import EngineControl
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.metrics import Metrics
 from strandline.server.requests.service import Service
@@ -37,6 +38,7 @@ class SilentCore:
 
     def __init__(self) -> None:
         self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
+        self.controlled: list[Any] = []
         self._said: asyncio.Queue[FromCore] = asyncio.Queue()
 
     def send(self, data: bytes) -> None:
@@ -45,6 +47,9 @@ class SilentCore:
                 self.say(Stats(IDLE))
             case Submit() as submit:
                 self.submitted.put_nowait(submit)
+            case Control(number, action):
+                self.controlled.append(action)
+                self.say(Controlled(number, result=True))
 
     def say(self, message: FromCore) -> None:
         self._said.put_nowait(message)
@@ -147,33 +152,20 @@ def test_requests_being_prepared_count_as_queued(name: str) -> None:
     asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
 
 
-def test_epoch_that_begins_during_tokenization_reaches_the_engine() -> None:
-    async def ask() -> None:
-        async with held_server() as server:
-            server.client.epoch.begin()
-            server.hold_tokenizer()
-            waiting = asyncio.ensure_future(server.post("/v1/chat/completions", {**CHAT, "cache_salt": "mine"}))
-            while not server.client.num_unfinished:
-                await asyncio.sleep(0)
-            epoch = server.client.epoch.begin()
-            server.may_go.set()
-            [submission] = (await server.core.submitted.get()).submissions
-            assert submission.salt == with_epoch("mine", epoch)
-            server.client.fail(server.client.engines[0], "the test is over")
-            assert (await waiting).status_code == 503
-
-    asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
-
-
-@pytest.mark.parametrize("has_changed", [True, False])
-def test_restarted_engine_hits_nothing_of_changed_weights(has_changed: bool) -> None:
+@pytest.mark.parametrize("was_reset", [True, False])
+def test_restarted_engine_begins_an_epoch_after_a_reset(was_reset: bool) -> None:
     async def ask() -> None:
         async with held_server() as server:
             [engine] = server.client.engines
-            before = server.client.epoch.begin() if has_changed else ""
+            control = EngineControl(server.client)
+            if was_reset:
+                assert await control.reset_cache(forced=False)
+            before = list(server.core.controlled)
             core: Any = server.core
             server.client.reconnect(engine, core, engine.limits, new_heartbeat())
-            assert (server.client.epoch.name != before) == has_changed
+            actions = server.core.controlled[len(before) :]
+            assert [isinstance(action, ResetCache) and action.forced for action in actions] == [True] * was_reset
+            assert len({action.epoch for action in (*before, *actions)}) == 2 * was_reset
 
     asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
 

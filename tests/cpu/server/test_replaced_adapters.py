@@ -12,7 +12,6 @@ from fastapi import Request
 from strandline.records.adapters import LoadedAdapter, adapter_of
 from strandline.server.completions.chat_api import chat
 from strandline.server.completions.completions_api import complete
-from strandline.server.engines.cache_epoch import CacheEpoch
 from strandline.server.generate.api import GenerateBody, generate
 from strandline.server.messages.api import MessagesBody, create_message
 from strandline.server.pooling.api import EmbeddingsBody, embed
@@ -47,7 +46,6 @@ class Client:
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = "{{ messages[0].content }}"
         self.frontend = Frontend(Limits(256, 64), tokenizer=tokenizer)
-        self.epoch = CacheEpoch()
 
     def expect(self, _: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -57,6 +57,10 @@ class Announcer:
             run.num_announced = self.num_resumable(run)
         self._events.extend(self._state_below(root))
 
+    def clear(self) -> None:
+        """Announce that nothing is cached any more; discard events not taken yet."""
+        self._events = [Cleared()]
+
     def take(self) -> list[CacheEvent]:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []

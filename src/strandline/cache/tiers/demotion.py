@@ -53,14 +53,6 @@ class Demotion:
             self._store_blocks(run, kept, missing)
         tier.tree.leave_below(run, kept)
 
-    def lose_blocks(self, run: Run, kept: int) -> None:
-        """Remove the snapshots that need blocks of a run from ``kept`` on that are not in the tier."""
-        if run.is_tail:
-            return
-        if missing := self._missing(run, kept):
-            self._tier.cut_off(run, run.start_block + missing[0] + 1)
-        self._tier.tree.leave_below(run, kept)
-
     def _store_blocks(self, run: Run, kept: int, missing: list[int]) -> None:
         """Store blocks of a run, given by their indices in it, as far as there is memory."""
         tier = self._tier

@@ -180,9 +180,10 @@ class Loads:
     def begin_flush(self) -> Flush | None:
         """Start writing what only the device or the first tier has to the second, which is persistent; None: none is.
 
-        No step runs and no request is admitted any more. What loads under way bring is not written.
+        No step runs and no request is admitted any more. What loads under way bring is not written, and nothing is
+        after a reset: no other process would find it.
         """
-        if self.spills:
+        if self.spills and not self.tiers[0].tree.epoch:
             self.flush = Flush(self._index, self.tiers[0], self.spills[0])
         return self.flush
 

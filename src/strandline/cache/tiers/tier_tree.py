@@ -54,19 +54,31 @@ class TierTree:
         self.roots: dict[str, Run] = {}
         """By name (``name``)."""
         self.columns = tuple(Column(number) for number in range(num_tiers))
+        self.epoch = ""
+        """Begins the names of trees; "": until the first reset of the process."""
         self._key = key
         self._index = index
         self._memory = memory
         self._announcer = announcer
         self._unknown: dict[Run, str] = {}
-        """By root: the names of the trees whose salts no request has had yet."""
+        """By root: the names of the trees whose salts no request has had yet, or will have."""
         index.new_root, index.stored_root = self._root_of, self._stored_root
 
     def name(self, salt: str) -> str:
-        """Return the name of a salt's tree: the salt or, where files outlive the process, a keyed hash of it."""
+        """Return the name of a salt's tree: epoch and salt or, where files outlive the process, a hash of both."""
+        named = self.epoch + salt
         if self._key is None:
-            return salt
-        return blake2b(salt.encode(errors="surrogatepass"), key=self._key, digest_size=16).hexdigest()
+            return named
+        return blake2b(named.encode(errors="surrogatepass"), key=self._key, digest_size=16).hexdigest()
+
+    def begin_epoch(self, epoch: str) -> None:
+        """Have further requests find other trees than those that there are, which keep their names.
+
+        Args:
+            epoch: a name that no other one has had.
+        """
+        self._unknown = {root: tree for tree, root in self.roots.items()}
+        self.epoch = epoch
 
     def root(self, tree: str) -> Run:
         """Return the root of a tree; create it if needed."""

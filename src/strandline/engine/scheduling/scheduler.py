@@ -285,13 +285,6 @@ class Scheduler:
         while self.running:
             self._preempt(self.running.pop())
 
-    def rename_salts(self, renamed: Callable[[str], str]) -> None:
-        """Give waiting requests other salts; none may be running."""
-        for request in self.waiting:
-            self.cache.forget(request.request_id)
-            request.salt = renamed(request.salt)
-            self.cache.expect(request.request_id, request.tokens, request.salt)
-
     def _plan_waiting(self, step: StepDrafts, spans: list[Span], budget: int) -> None:
         """Admit waiting requests, but for those that follow a leader or wait for a slot."""
         waiting = self.waiting

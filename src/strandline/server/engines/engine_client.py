@@ -12,10 +12,12 @@ from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion
+from strandline.records.control import ResetCache, new_epoch
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
 from strandline.records.messages import (
     AskPictures,
     CacheChanged,
+    Control,
     Died,
     Finish,
     FlushReport,
@@ -26,7 +28,6 @@ from strandline.records.messages import (
 )
 from strandline.records.pictures import PlacedPicture
 from strandline.records.transfer_params import TransferParams
-from strandline.server.engines.cache_epoch import CacheEpoch
 from strandline.server.engines.engine_link import CoreSocket, EngineLink, HangDetector, encode
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.jobs import Job
@@ -124,7 +125,8 @@ class EngineClient:
         self._num_expected = 0
         self.refusal: str | None = None
         """Why requests are refused; None: they are not."""
-        self.epoch = CacheEpoch()
+        self.was_reset = False
+        """Whether the cache was reset since the start, also by a change of weights."""
         self.weight_version = FIRST_VERSION
 
     # Jobs
@@ -152,7 +154,6 @@ class EngineClient:
             raise PausedError(self.refusal)
         wanted = params.params
         self.require_room(len(prompts) * wanted.n)
-        salt = self.epoch.salt(salt)  # another one may have begun while the prompt was tokenized
         check_texts(cache_salt=[salt], stop=wanted.stop_strings, bad_words=wanted.bad_words or ())
         self._require_room_for_pictures(sum(prompt.num_pixel_bytes for prompt in prompts))
         requests = [self.frontend.check(prompt.token_ids, params, prompt.pictures) for prompt in prompts]
@@ -350,8 +351,9 @@ class EngineClient:
         """Use a new process of an engine; all jobs of the old one have failed."""
         engine.reconnect(socket, limits, heartbeat)
         self.name_weights(FIRST_VERSION)  # it has read the model's own
-        if self.epoch.name:
-            self.epoch.begin()  # its disk cache has entries of weights that it has no more
+        if self.was_reset:
+            # What it has found in files may be older than that.
+            engine.send(encode(Control(0, ResetCache(new_epoch(), forced=True))))
         for adapter in self._adapters.values():
             engine.send(encode(LoadAdapter(0, adapter.name, adapter.path)))
         self.frontend.limits = least_limits(self.engines)

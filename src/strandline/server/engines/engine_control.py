@@ -22,6 +22,7 @@ from strandline.records.control import (
     Sleep,
     UseWeights,
     WakeUp,
+    new_epoch,
 )
 from strandline.server.engines.engine_client import EngineClient
 
@@ -68,10 +69,10 @@ class EngineControl:
     async def reset_cache(self, *, forced: bool) -> bool:
         """Drop all that is cached; return whether that was possible: only if nothing runs, or if ``forced``."""
         async with self._turn:
-            before = self._client.epoch.name
-            are_done = await self._apply(ResetCache(self._client.epoch.begin(), forced))
+            before, self._client.was_reset = self._client.was_reset, True
+            are_done = await self._apply(ResetCache(new_epoch(), forced))
             if not any(are_done):
-                self._client.epoch.name = before
+                self._client.was_reset = before
             return all(are_done)
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
@@ -136,7 +137,8 @@ class EngineControl:
                 except RequestError:
                     await self._apply(DropWeights())  # where they could be read
                     raise
-                await self._apply(UseWeights(self._client.epoch.begin()))
+                self._client.was_reset = True
+                await self._apply(UseWeights(new_epoch()))
                 self._given_back.discard("weights")
                 self._client.name_weights(version)
             finally:
@@ -153,7 +155,8 @@ class EngineControl:
         elif mode == "wait":
             while len(self._client.frontend):
                 await asyncio.sleep(DRAIN_S)
-        await self._apply(Pause(self._client.epoch.begin() if clears else None))
+        self._client.was_reset |= clears
+        await self._apply(Pause(new_epoch() if clears else None))
         self.is_paused = True
 
     async def _resume(self) -> None:

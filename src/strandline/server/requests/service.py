@@ -138,7 +138,7 @@ class Service:
             UnknownModelError: the model is not served, or not any more.
         """
         self.require_model(model)
-        return self.client.epoch.salt(salt_with(self.adapters.get(model), salt_of(request, given)))
+        return salt_with(self.adapters.get(model), salt_of(request, given))
 
     def submit(
         self,

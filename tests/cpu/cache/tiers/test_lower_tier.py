@@ -2,9 +2,7 @@
 
 import pytest
 
-from strandline.cache.evict_all import drop_all
 from strandline.cache.evict_all import evict_all as evict_unused
-from strandline.cache.inspection.invariants import check
 from strandline.cache.inspection.published import published_snapshots
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
@@ -50,24 +48,6 @@ def test_evicted_prompts_return_whole_and_leave_the_tier() -> None:
     assert driver.lookup(PROMPT).hit == 400
     assert (tier(driver).num_used, tier(driver).num_snapshots) == (0, 0)
     assert driver.serve(PROMPT, [1, 2]).hit == 400
-
-
-@pytest.mark.parametrize("lower_blocks", [(100,), (100, 400)], ids=str)
-@pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
-def test_tier_loses_what_needs_blocks_that_the_device_drops(rule: ResumeRule, lower_blocks: tuple[int, ...]) -> None:
-    driver, other = Driver(lower_blocks=lower_blocks, rule=rule, emits_events=True), pattern(8, 400)
-    driver.serve(other, salt="salt")
-    evict_all(driver)
-    num_used, num_snapshots = tier(driver).num_used, tier(driver).num_snapshots
-    driver.serve(PROMPT, salt="salt")
-    while tier(driver).num_snapshots == num_snapshots:
-        assert driver.cache.internals().memory.evict()
-    drop_all(driver.cache)
-    check(driver.cache)
-    driver.flush()
-    assert (tier(driver).num_used, tier(driver).num_snapshots) == (num_used, num_snapshots)
-    assert driver.loads.tier_offer(TokenBuffer(PROMPT), "salt") is None
-    assert driver.bring_back(other, "salt"), "what the tier has whole is there"
 
 
 def test_only_the_evicted_part_of_a_path_is_loaded() -> None:
