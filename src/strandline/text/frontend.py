@@ -24,6 +24,7 @@ from strandline.records.sampling_params import MAX_LOGPROBS, SamplingParams
 from strandline.records.transfer_params import TransferParams
 from strandline.text.output_streams import OutputStream, RequestStream
 from strandline.text.picture_names import PictureNames
+from strandline.text.prompts import CONTEXT_LENGTH_IS
 from strandline.text.remembered_answers import Recollection, RememberedAnswers
 from strandline.text.structured import Grammars
 from strandline.text.thinking import num_open_tokens
@@ -181,9 +182,9 @@ class Frontend:
             raise RequestError("the prompt is empty; at least one token is needed", param="prompt")
         if len(prompt_ids) >= max_model_len:
             raise PromptTooLongError(
-                f"the prompt is too long: it has {len(prompt_ids)} tokens, and the maximum context length of "
-                f"{max_model_len} tokens must also hold at least one token of output; shorten it, or raise "
-                "--max-model-len if it is below the model's limit",
+                f"the prompt is too long: it has {len(prompt_ids)} tokens, and {CONTEXT_LENGTH_IS} {max_model_len} "
+                "tokens, at least one of them for output; shorten it, or raise --max-model-len if it is below the "
+                "model's limit",
                 num_tokens=len(prompt_ids),
                 max_tokens=max_model_len - 1,
             )

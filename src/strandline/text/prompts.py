@@ -13,6 +13,8 @@ RESERVED_VARIABLES: Final = frozenset(
     | {"return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"}
 )
 """Arguments of ``apply_chat_template`` that a request cannot set as variables of the template."""
+CONTEXT_LENGTH_IS: Final = "this model's maximum context length is"
+"""OpenAI's words, by which clients that see no error code recognize a prompt that is too long."""
 
 
 def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True) -> list[int]:
@@ -31,8 +33,8 @@ def check_length(text: str, max_characters: int | None) -> None:
     """Raise a PromptTooLongError if a text is longer than any prompt can be, before it is tokenized."""
     if max_characters is not None and len(text) > max_characters:
         raise PromptTooLongError(
-            f"the prompt is too long: its text has {len(text)} characters, and a prompt of the maximum context length "
-            f"has at most {max_characters}; shorten it, or raise --max-model-len if it is below the model's limit"
+            f"the prompt is too long: its text has {len(text)} characters, and {CONTEXT_LENGTH_IS} at most "
+            f"{max_characters} characters; shorten it, or raise --max-model-len if it is below the model's limit"
         )
 
 

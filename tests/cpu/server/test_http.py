@@ -117,7 +117,7 @@ def test_prompt_beyond_the_context_has_its_own_code(server: ServerProcess, promp
         error = answer.json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert "the prompt is too long" in error["message"]
-        assert "maximum context length" in error["message"]
+        assert "this model's maximum context length is" in error["message"]  # what LiteLLM looks for
         assert "raise --max-model-len" in error["message"]
 
 
