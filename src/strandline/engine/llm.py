@@ -162,9 +162,7 @@ class LLM:
         with contextlib.ExitStack() as stack:
             with self._shared.exclusively():
                 parsed = list(starmap(self._prompts.read, given))
-                loras = list(lora_request) if isinstance(lora_request, Sequence) else [lora_request] * len(parsed)
-                if len(loras) != len(parsed):
-                    raise RequestError(f"{len(parsed)} prompts came with {len(loras)} LoRA requests")
+                loras = _for_each(lora_request, len(parsed))
                 parsed = [self._with_lora(prompt, lora) for prompt, lora in zip(parsed, loras, strict=True)]
                 params = self._check_params(len(parsed), sampling_params, priority)
                 check = self.engine.frontend.check
@@ -181,6 +179,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -195,6 +195,8 @@ class LLM:
             messages: one conversation (a list of messages with ``role`` and ``content``) or a list of them. Parts of
                 a content may be pictures, as the server takes them, or ``{"type": "image", "image": …}`` of Pillow.
                 ``cache_control`` on a message, on a text part of one or on a tool asks for a snapshot at its end.
+            lora_request: the LoRA adapter for all conversations, or one for each; it is loaded if it is not.
+            priority: that of all conversations, or one for each. None: that of ``sampling_params``.
             chat_template_content_format: ``auto`` or ``string``: the template gets texts, and parts where there are
                 pictures.
             add_generation_prompt: begin an answer after the last message.
@@ -230,7 +232,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the output so far after every step. Closing the iterator aborts."""
@@ -436,6 +438,16 @@ class LLM:
                 finished.update((output.request_id, output) for output in ended)
                 bar.update(len(ended))
         return [finished[name] for name in names]
+
+
+def _for_each(
+    requests: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
+) -> list[LoRARequest | None]:
+    """Return the adapter of each prompt. Raises ``RequestError``: their number is not that of the prompts."""
+    loras = list(requests) if isinstance(requests, Sequence) else [requests] * num_prompts
+    if len(loras) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts came with {len(loras)} LoRA requests")
+    return loras
 
 
 def _close(core: EngineCore, process: int) -> None:

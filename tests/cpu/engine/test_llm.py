@@ -213,7 +213,10 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[1.5]], "prompt token 1.5"),
     (np.array([[1.5]]), "prompt token 1.5"),
     (np.array(5), "a prompt must be a string, a list of token ids or a mapping, got array(5)"),
-    ([[1] * 5000], "the prompt is too long: it has 5000 tokens, and the maximum context length of 4096 tokens"),
+    (
+        [[1] * 5000],
+        "it has 5000 tokens, and this model's maximum context length is 4096 tokens",
+    ),
     (5, "a prompt must be a string, a list of token ids or a mapping, got 5"),
     (["a", 5], "a prompt must be a string, a list of token ids or a mapping, got 5"),
     ({"promt": "a"}, "unknown prompt field 'promt'; known are prompt, prompt_token_ids, cache_salt"),
@@ -280,6 +283,14 @@ def test_priorities_of_a_call_order_its_prompts(make_llm: MakeLLM) -> None:
         assert len(llm.generate([[1], [2], [3]], given, priority=3, use_tqdm=False)) == 3
     with pytest.raises(RequestError, match="3 prompts came with 2 priorities"):
         llm.generate([[1], [2], [3]], params, priority=[1, 2])
+
+
+def test_priorities_of_a_call_order_its_conversations(make_llm: MakeLLM, spoken_dir: Path) -> None:
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1, skip_tokenizer_init=False)
+    conversations = [[{"role": "user", "content": text}] for text in "abc"]
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=1), priority=[2, 0, 1], use_tqdm=False)
+    ends_s = [output.times.finished_s or 0.0 for output in outputs]
+    assert sorted(range(3), key=ends_s.__getitem__) == [1, 2, 0]
 
 
 @pytest.mark.parametrize("name", FOREIGN_METHODS)

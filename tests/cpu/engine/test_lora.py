@@ -26,6 +26,7 @@ from tests.cpu.engine import eager_graphs
 from tests.cpu.engine.eager_graphs import replay_eagerly, single_rows_on_the_host
 from tests.cpu.engine.small_demo import small_demo
 from tests.cpu.engine.tiny import greedy_tokens, save_tiny_model
+from tests.cpu.engine.tokenizers import ascii_tokenizer
 from tests.cpu.models import adapters, fp8
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -316,6 +317,21 @@ def test_unloading_frees_the_slot_of_that_adapter_alone(models: Models, make: Ma
     assert greedy_tokens(models.merged[2], [PROMPTS[1]], [found]) == [found]
     (found,) = answers(llm, [PROMPTS[2]], [second])
     assert greedy_tokens(models.merged[1], [PROMPTS[2]], [found]) == [found]
+
+
+def test_conversations_are_computed_with_their_adapters(models: Models, make: MakeLLM, tmp_path: Path) -> None:
+    ascii_tokenizer().save_pretrained(tmp_path)
+    llm = make(skip_tokenizer_init=False, tokenizer=str(tmp_path))
+    conversations: list[Any] = [[{"role": "user", "content": "Hello"}] for _ in range(3)]
+    loras = [models.requests[0], None, models.requests[1]]
+    outputs = llm.chat(conversations, GREEDY, lora_request=loras, use_tqdm=False)
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert found == answers(llm, [output.prompt_token_ids for output in outputs], loras)
+    assert len({tuple(tokens) for tokens in found}) == 3
+    [output] = llm.chat(conversations[0], GREEDY, lora_request=loras[0], use_tqdm=False)
+    assert (output.outputs[0].token_ids, output.num_cached_tokens) == (found[0], len(output.prompt_token_ids))
+    with pytest.raises(RequestError, match="3 prompts came with 1 LoRA requests"):
+        llm.chat(conversations, GREEDY, lora_request=loras[:1])
 
 
 def test_audits_replay_with_the_same_adapter(models: Models, make: MakeLLM) -> None:
