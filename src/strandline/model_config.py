@@ -16,6 +16,7 @@ from strandline.architectures.architecture import NULL_IS_A_VALUE, Architecture,
 from strandline.architectures.supported import SUPPORTED
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
+from strandline.file_forms import unread_weights, why_unreadable
 
 ARCHITECTURES: Final = tuple(SUPPORTED)
 """Supported architectures. ``models/registry.py`` has a builder for each; this list can be checked without torch."""
@@ -81,7 +82,7 @@ def parse_json_object(content: bytes, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        raise ConfigError(f"{path} cannot be read as JSON: {why_unreadable(path, error)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must be a JSON object, got {reprlib.repr(values)}")
     return values
@@ -229,7 +230,8 @@ def _read_rope(fields: Fields) -> dict[str, Any]:
 def _read_file(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{path} has no config.json: is it a model directory in Hugging Face layout?")
+        instead = unread_weights(path) or "is it a model directory in Hugging Face layout?"
+        raise ConfigError(f"{path} has no config.json: {instead}")
     return read_json_object(file)
 
 

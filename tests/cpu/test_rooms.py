@@ -33,6 +33,7 @@ VOCABULARY = frozenset(
         "lora_config",
         "log_format",
         "signals",
+        "file_forms",
         "flag_actions",
         "foreign_flags",
         "weight_transfer_config",

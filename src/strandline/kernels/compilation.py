@@ -19,9 +19,10 @@ MAX_PROCESSES: Final = 4
 END: Final = 255
 
 PROGRAM: Final = f"""
-import os, sys, threading
+import logging, os, sys, threading
 from importlib import import_module
 numbers, done, lifeline = map(int, sys.argv[1:4])
+logging.disable()  # the process that began this one says the same, in its own format
 threading.Thread(target=lambda: os._exit(len(os.read(lifeline, 1)) or 1), daemon=True).start()
 while (number := os.read(numbers, 1)[0]) != {END}:
     import_module("strandline.kernels." + sys.argv[4 + number])

@@ -43,7 +43,7 @@ from strandline.server.requests.output_parser import REASONING_FIELDS, choose_ou
 from strandline.server.requests.response_store import ResponseStore
 from strandline.server.requests.service import Service, TryGrammar
 from strandline.text.model_files import STRICT_TEMPLATE, default_sampling_params, find_model
-from strandline.text.prompts import check_template, template_text
+from strandline.text.prompts import check_template, template_text, why_no_chat
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
 
 LOGGER: Final = logging.getLogger("strandline.server")
@@ -176,6 +176,8 @@ def make_service(
     names = model_names(engine, server)
     tokenizer = client.frontend.tokenizer
     added = tokenizer.get_added_vocab() if tokenizer is not None else {}
+    if tokenizer is not None and template is None and (fault := why_no_chat(tokenizer)) is not None:
+        LOGGER.warning("conversations are refused: %s", fault)
     shown = template_text(tokenizer, template)
     output_format = choose_output_format(server.tool_call_parser, server.reasoning_parser, shown, added)
     if output_format.has_thoughts and not client.frontend.has_thinking_end:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, RequestError, cause_of
+from strandline.file_forms import unread_weights
 from strandline.json_options import read_json_option
 from strandline.model_config import check_architecture, decode_floats, read_json_object
 from strandline.records.sampling_params import SamplingParams
@@ -48,6 +49,8 @@ def find_model(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if (unread := unread_weights(path)) is not None:
+        raise ConfigError(f"model {name!r} is no directory: {unread}")
     if not _is_hub_name(name):
         raise ConfigError(f"model {name!r} is neither 'demo', nor a directory, nor a hub name (owner/name)")
     return _fetch(name, (*TOKENIZER_FILES, "*.safetensors"), "model")

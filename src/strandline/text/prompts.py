@@ -16,6 +16,8 @@ RESERVED_VARIABLES: Final = frozenset(
 CONTEXT_LENGTH_IS: Final = "this model's maximum context length is"
 """OpenAI's words, by which clients that see no error code recognize a prompt that is too long."""
 
+NO_TEMPLATE: Final = "give one with --chat-template, or a prompt that is a text"
+
 
 def encode_text(tokenizer: Any, text: object, *, add_special_tokens: bool = True) -> list[int]:
     """Return a text's token ids.
@@ -80,6 +82,8 @@ def render_chat(
         RequestError: the messages are malformed, or there is no template.
     """
     checked = check_messages(messages)
+    if not template_text(tokenizer, chat_template):
+        raise RequestError(f"the model has no chat template: {NO_TEMPLATE}")
     try:
         text: str = tokenizer.apply_chat_template(
             checked,
@@ -107,12 +111,30 @@ def check_template_options(options: Mapping[str, Any]) -> None:
 
 def check_template(template: str) -> None:
     """Raise a ConfigError if a chat template has a syntax error."""
+    if (fault := template_fault(template)) is not None:
+        raise ConfigError(f"--chat-template {fault}")
+
+
+def template_fault(template: str) -> str | None:
+    """Return what is wrong with a chat template's syntax; None: nothing."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         render_jinja_template([], chat_template=template)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"--chat-template has a syntax error in line {error.lineno}: {error.message}") from error
+        return f"has a syntax error in line {error.lineno}: {error.message}"
+    return None
+
+
+def why_no_chat(tokenizer: Any) -> str | None:
+    """Return why no conversation can be rendered with a tokenizer's own template; None: nothing is known."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return f"the model has no chat template: {NO_TEMPLATE}"
+    for text in template.values() if isinstance(template, dict) else [template]:
+        if (fault := template_fault(str(text))) is not None:
+            return f"the model's chat template {fault}; --chat-template names another one"
+    return None
 
 
 def check_messages(messages: Iterable[Any]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 transformers is imported by the functions that need it, so that importing the text part loads no tensor library.
 """
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from strandline.text.stop_finder import TextStopFinder
 from strandline.text.structured import Grammars
 from strandline.text.thinking import BudgetMatcher
 
+LOGGER: Final = logging.getLogger(__name__)
+
+TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 PROCESSOR_TEMPLATE: Final = "chat_template.json"
 """The chat template of models that also read images, as earlier releases of transformers wrote it."""
 
@@ -66,6 +71,11 @@ def load_vocabulary(config: EngineConfig) -> Vocabulary:
     text_config = model_config.text
     vocab_size = read_vocab_size(text_config)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer or str(directory))
+    if tokenizer is not None and len(tokenizer) > vocab_size:
+        text = (
+            "the tokenizer has %d tokens, the model %d: prompts with others are refused; --tokenizer names another one"
+        )
+        LOGGER.warning(text, len(tokenizer), vocab_size)
     eos_ids = find_eos_ids(directory, text_config, tokenizer, vocab_size)
     grammars = Grammars(lambda: (tokenizer, eos_ids), vocab_size)
     return Vocabulary(tokenizer, eos_ids, grammars)
@@ -99,10 +109,25 @@ def load_tokenizer(name: str) -> Any:
         # Prompts are limited by max_model_len; the tokenizer would warn of its own limit.
         tokenizer = _load_class(directory)(directory, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"no tokenizer in {name}: {cause_of(error)}; name one with --tokenizer") from error
+        reason = _why_no_tokenizer(directory, f"{type(error).__name__}: {cause_of(error)}")
+        raise ConfigError(f"no tokenizer in {name}: {reason}; name one with --tokenizer") from error
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):  # what transformers makes of a directory without files of it
+        reason = _why_no_tokenizer(directory, "its vocabulary is empty")
+        raise ConfigError(f"no tokenizer in {name}: {reason}; name one with --tokenizer")
     if not tokenizer.chat_template and (directory / PROCESSOR_TEMPLATE).is_file():
         tokenizer.chat_template = read_json_object(directory / PROCESSOR_TEMPLATE).get("chat_template")
     return tokenizer
+
+
+def _why_no_tokenizer(directory: Path, fault: str) -> str:
+    """Return why a directory has no tokenizer: the file that cannot be read or is missing, else the fault."""
+    for path in (directory / TOKENIZER, directory / TOKENIZER_CONFIG):
+        try:
+            if path.is_file():
+                read_json_object(path)
+        except ConfigError as error:
+            return str(error)
+    return fault if (directory / TOKENIZER).is_file() else f"{TOKENIZER} is missing ({fault})"
 
 
 def _load_class(directory: Path) -> Callable[..., Any]:
@@ -113,9 +138,9 @@ def _load_class(directory: Path) -> Callable[..., Any]:
     """
     import transformers
 
-    if (directory / "tokenizer.json").is_file():
+    if (directory / TOKENIZER).is_file():
         return transformers.PreTrainedTokenizerFast.from_pretrained
-    settings = directory / "tokenizer_config.json"
+    settings = directory / TOKENIZER_CONFIG
     named = (read_json_object(settings) if settings.is_file() else {}).get("tokenizer_class")
     for name in (named, str(named).removesuffix("Fast")):
         found = getattr(transformers, str(name), None)

@@ -1,11 +1,14 @@
 """What the server refuses before anything is loaded: addresses and chat templates."""
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from strandline.errors import ConfigError
 from strandline.server.launch import listen, read_template
+from strandline.text.prompts import why_no_chat
 
 TEMPLATE = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
 
@@ -39,3 +42,18 @@ def test_template_that_is_neither_file_nor_template_is_refused(tmp_path: Path) -
     (tmp_path / "bytes").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="is neither a file nor a template: 'utf-8' codec"):
         read_template(str(tmp_path / "bytes"))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (TEMPLATE, None),
+        (None, "the model has no chat template: give one with --chat-template"),
+        ("{% for %}", "the model's chat template has a syntax error in line 1: .*; --chat-template names another one"),
+        ({"default": TEMPLATE, "tool_use": "\n{{ x"}, "the model's chat template has a syntax error in line 2"),
+    ],
+    ids=["good", "none", "broken", "one broken of two"],
+)
+def test_why_a_model_cannot_chat_is_known_at_start(template: object, reason: str | None) -> None:
+    found = why_no_chat(SimpleNamespace(chat_template=template))
+    assert found is None if reason is None else re.match(reason, found or "")

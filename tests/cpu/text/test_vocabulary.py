@@ -180,9 +180,11 @@ def test_vocabularies_of_older_files_are_read_by_the_class_named(
     ("files", "message"),
     [
         ({}, "no tokenizer in"),
+        ({"config.json": {"model_type": "qwen3_5"}}, r"no tokenizer in .*: tokenizer\.json is missing"),
         ({"tokenizer_config.json": {"tokenizer_class": "UnheardOfTokenizer"}}, "no tokenizer in"),
         ({"tokenizer_config.json": ["a list"], "config.json": {}}, "must be a JSON object"),
         ({"tokenizer.json": {"model": 3}}, "no tokenizer in"),
+        ({"tokenizer.json": 3}, r"tokenizer\.json must be a JSON object, got 3; name one with --tokenizer"),
     ],
     ids=str,
 )

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError, WeightsError
+from strandline.file_forms import why_unreadable
 from strandline.model_config import parse_json_object
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -248,7 +249,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load(_read(path))
     except (SafetensorError, KeyError, ValueError) as error:
-        raise WeightsError(f"{path} is not a safetensors file, or is truncated: {error}") from error
+        reason = why_unreadable(path, error)
+        raise WeightsError(f"{path} is not a safetensors file, or is truncated: {reason}") from error
 
 
 def _pair(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Factors]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from xxhash import xxh3_64_digest
 
 from strandline.errors import WeightsError
+from strandline.file_forms import unread_weights, why_unreadable
 from strandline.picture_config import PREPROCESSOR_CONFIG, PROCESSOR_CONFIG
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -128,7 +129,8 @@ def _find_files(directory: Path) -> list[Path]:
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise WeightsError(f"{directory} holds no *.safetensors; --load-format dummy runs on random weights")
+            instead = unread_weights(directory) or "--load-format dummy runs on random weights"
+            raise WeightsError(f"{directory} holds no *.safetensors; {instead}")
         if directory / SINGLE_NAME in files:
             return [directory / SINGLE_NAME]
         weights = [path for path in files if not OTHER_FILES.match(path.name)]
@@ -149,4 +151,5 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is not a safetensors file, or is truncated: {error}") from error
+        reason = why_unreadable(path, error)
+        raise WeightsError(f"{path} is not a safetensors file, or is truncated: {reason}") from error
