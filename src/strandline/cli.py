@@ -6,12 +6,13 @@ Exit codes: 0 done, 1 the run failed or found a difference, 2 wrong usage or con
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from strandline import __version__
 from strandline.bench.replay_flags import add_explain_flags, add_replay_flags
@@ -33,6 +34,9 @@ QUANTIZED_FORMATS = ("fp8", "mxfp8", "nvfp4", "int4")
 
 GENERATE_MAX_TOKENS = 16
 CHAT_MAX_TOKENS = 512
+
+FIRST_WORD: Final = re.compile("--(enable|disable|no|max)-")
+"""The beginning of flags that have little else in common."""
 
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy"),
@@ -77,8 +81,16 @@ class Parser(argparse.ArgumentParser):
         if reason is not None:
             parser.error(f"{name.split('=')[0]}: {reason}")
         known = list(parser._option_string_actions)
-        nearest = get_close_matches(name.split("=")[0], known, n=1, cutoff=0.7)
-        parser.error(f"unknown argument {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        nearest = _nearest_flag(name.split("=")[0], known)
+        parser.error(f"unknown argument {name}" + (f"; did you mean {nearest}?" if nearest else ""))
+
+
+def _nearest_flag(name: str, known: Sequence[str]) -> str | None:
+    """Return the flag that resembles an unknown one, also without a first word that many have; None: none does."""
+    for nearest in get_close_matches(name, known, n=3, cutoff=0.7):
+        if get_close_matches(FIRST_WORD.sub("", name), [FIRST_WORD.sub("", nearest)]):
+            return nearest
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +133,9 @@ def build_parser() -> Parser:
 
 def _add_serve(commands: Any) -> None:
     text = "Serve a model over HTTP, with the OpenAI and Anthropic APIs."
-    parser = commands.add_parser("serve", help="serve a model over HTTP", description=text)
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP", description=text, usage="strandline serve [MODEL] [options]"
+    )
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=MODEL_HELP)
     add_server_flags(parser)
     add_engine_flags(parser)
@@ -130,7 +144,10 @@ def _add_serve(commands: Any) -> None:
 
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
-        "generate", help="continue texts", description="Continue texts without the chat template."
+        "generate",
+        help="continue texts",
+        description="Continue texts without the chat template.",
+        usage="strandline generate [PROMPT ...] [options]",
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: read from stdin)")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
@@ -142,7 +159,12 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_chat(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="chat with a model", description="Talk with a model; Ctrl-D ends.")
+    parser = commands.add_parser(
+        "chat",
+        help="chat with a model",
+        description="Talk with a model; Ctrl-D ends.",
+        usage="strandline chat [options]",
+    )
     parser.add_argument("--system-prompt", metavar="TEXT", help="system message that precedes the conversation")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     add_engine_flags(parser)
@@ -160,7 +182,9 @@ def _add_demo(commands: Any) -> None:
 
 def _add_eval(commands: Any) -> None:
     text = "Score a model on held-out recall and arithmetic, with the cache off and on."
-    parser = commands.add_parser("eval", help="score a model on tasks with known answers", description=text)
+    parser = commands.add_parser(
+        "eval", help="score a model on tasks with known answers", description=text, usage="strandline eval [options]"
+    )
     parser.add_argument("--per-kind", type=int, default=100, help="number of tasks of each kind (default: %(default)s)")
     parser.add_argument("--task-seed", type=int, default=0, help="seed of the tasks (default: %(default)s)")
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
@@ -176,7 +200,9 @@ def _add_bench(commands: Any) -> None:
     add_replay_flags(parser)
     parser.set_defaults(run=_run_replay, parser=parser)
     text = "Benchmark a server with an OpenAI-compatible API; flags and results are those of vLLM's benchmark."
-    parser = kinds.add_parser("serve", help="benchmark a server", description=text)
+    parser = kinds.add_parser(
+        "serve", help="benchmark a server", description=text, usage="strandline bench serve [options]"
+    )
     add_serve_flags(parser)
     parser.set_defaults(run=_run_bench_serve, parser=parser)
     parser = kinds.add_parser(

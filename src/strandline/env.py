@@ -10,6 +10,7 @@ TRITON: Final = "STRANDLINE_TRITON"
 NUMBA: Final = "STRANDLINE_NUMBA"
 COMPILE_AHEAD: Final = "STRANDLINE_COMPILE_AHEAD"
 LOG_FORMAT: Final = "STRANDLINE_LOG_FORMAT"
+LOG_LEVEL: Final = "STRANDLINE_LOG_LEVEL"
 FUSION: Final = "TRITON_DEFAULT_FP_FUSION"
 OTLP_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
@@ -57,9 +58,14 @@ def read_log_format() -> str:
     return os.environ.get(LOG_FORMAT) or "text"
 
 
-def set_log_format(log_format: str) -> None:
-    """Set the format of the logs of this process and those that it starts."""
-    os.environ[LOG_FORMAT] = log_format
+def read_log_level() -> str:
+    """Return the least level of messages in this process's log: ``info``, ``warning`` or ``error``."""
+    return os.environ.get(LOG_LEVEL) or "info"
+
+
+def set_log(log_format: str, log_level: str) -> None:
+    """Set format and level of the logs of this process and those that it starts."""
+    os.environ |= {LOG_FORMAT: log_format, LOG_LEVEL: log_level}
 
 
 def read_otlp_protocol() -> str | None:

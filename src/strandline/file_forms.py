@@ -14,7 +14,7 @@ BEGINNINGS: Final = (
     (b"<html", "it is a web page, not the file itself: download it again"),
     (b"gguf", "it is a GGUF file"),
 )
-"""How such files begin, in lower case, and what to say about them."""
+"""How such files begin, in lower case, and the reason that errors give."""
 
 UNREAD_WEIGHTS: Final = {
     "*.gguf": "GGUF files are not read; name a directory with the model's *.safetensors, as published",
@@ -26,7 +26,7 @@ UNREAD_WEIGHTS: Final = {
 
 
 def why_unreadable(path: Path, error: Exception) -> str:
-    """Return why a file cannot be read: what it is instead, if that can be told, else what its reader says."""
+    """Return why a file cannot be read: what it is instead, if its beginning shows that, else what its reader says."""
     try:
         with path.open("rb") as file:
             start = file.read(64).lstrip().lower()
@@ -38,7 +38,7 @@ def why_unreadable(path: Path, error: Exception) -> str:
 
 
 def unread_weights(path: Path) -> str | None:
-    """Return what to say about weights in another format, in a directory or at a path; None: there are none."""
+    """Return what errors say about weights in another format, in a directory or at a path; None: there are none."""
     for pattern, text in UNREAD_WEIGHTS.items():
         files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
         if files:

@@ -1,4 +1,4 @@
-"""The format of the logs of all processes of a server: lines of text, or of JSON."""
+"""The logs of all processes of a server: their level, and their format, lines of text or of JSON."""
 
 import json
 import logging
@@ -6,15 +6,17 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from strandline.env import read_log_format
+from strandline.env import read_log_format, read_log_level
 
 LOG_FORMATS: Final = ("text", "json")
+LOG_LEVELS: Final = ("info", "warning", "error")
 
 
-def configure_log(prefix: str = "", fields: dict[str, Any] | None = None) -> None:
-    """Have this process log to standard error, in the format that the environment names.
+def configure_log(prefix: str = "", fields: dict[str, Any] | None = None, *, least: int = logging.WARNING) -> None:
+    """Have this process log to standard error, in the format and from the level on that the environment names.
 
     Args:
+        least: level below which nothing is logged in any case.
         prefix: begins each line of text.
         fields: are in each line of JSON.
     """
@@ -22,6 +24,8 @@ def configure_log(prefix: str = "", fields: dict[str, Any] | None = None) -> Non
     is_json = read_log_format() == "json"
     handler.setFormatter(JsonFormatter(fields or {}) if is_json else logging.Formatter(f"{prefix}%(message)s"))
     logging.basicConfig(handlers=[handler])
+    wanted = logging.getLevelNamesMapping()[read_log_level().upper()]
+    logging.getLogger("strandline").setLevel(max(least, wanted))
 
 
 class JsonFormatter(logging.Formatter):

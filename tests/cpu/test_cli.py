@@ -68,6 +68,8 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["serve", "--tool-call-parser", "qwen3_code"], "; did you mean 'qwen3_coder'?\n"),
         (["serve", "--model", "demo"], "--model: the model is an argument without a flag: strandline serve MODEL\n"),
         (["demo", "--kv-transfer-config", "{}"], "unknown argument --kv-transfer-config\n"),
+        (["serve", "--enable-log-deltas"], "unknown argument --enable-log-deltas\n"),
+        (["serve", "-pp=2"], "-pp: pipeline parallelism is not supported"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

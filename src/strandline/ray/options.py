@@ -11,7 +11,7 @@ from strandline.server.config import ServerConfig
 
 UNUSED: Final = frozenset(
     {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "enable_ssl_refresh"}
-    | {"log_format", "enable_log_requests", "otlp_traces_endpoint"}
+    | {"log_format", "log_level", "enable_log_requests", "otlp_traces_endpoint"}
 )
 """Options of ``strandline serve`` that concern its connections and its log."""
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from strandline.config import flag, parse_bytes
 from strandline.env import API_KEY, read_api_key
 from strandline.errors import ConfigError, RequestError
-from strandline.log_format import LOG_FORMATS
+from strandline.log_format import LOG_FORMATS, LOG_LEVELS
 from strandline.server.engines.tenants import KeyLimits, Tenant, owner_digest
 from strandline.server.http.cross_origin import ORIGIN, TOKEN, CrossOrigin
 from strandline.server.http.host_names import is_local, parse_host
@@ -102,6 +102,8 @@ class ServerConfig:
     """Read these files again when they change."""
     log_format: str = "text"
     """Format of all logs: lines of ``text``, or of ``json``."""
+    log_level: str = "info"
+    """Least level of messages in all logs: ``info``, ``warning`` or ``error``."""
     enable_log_requests: bool = False
     """Log each finished request, without its texts."""
     otlp_traces_endpoint: str | None = None
@@ -141,8 +143,9 @@ class ServerConfig:
         for limit in LIMITS:
             if (value := getattr(self, limit.replace("-", "_"))) is not None:
                 check_limit(f"--{limit}", value)
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"--log-format must be one of {', '.join(LOG_FORMATS)}; got {self.log_format!r}")
+        for name, value, known in (("format", self.log_format, LOG_FORMATS), ("level", self.log_level, LOG_LEVELS)):
+            if value not in known:
+                raise ConfigError(f"--log-{name} must be one of {', '.join(known)}; got {value!r}")
         if self.cache_page not in CACHE_PAGES:
             raise ConfigError(f"--cache-page must be one of {', '.join(CACHE_PAGES)}; got {self.cache_page!r}")
 

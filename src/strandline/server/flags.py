@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from strandline.flag_actions import Extend
-from strandline.log_format import LOG_FORMATS
+from strandline.log_format import LOG_FORMATS, LOG_LEVELS
 from strandline.server.requests.output_parser import REASONING_FIELDS, REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
@@ -110,6 +110,8 @@ def _add_limit_flags(add: Any) -> None:
 def _add_observation_flags(add: Any) -> None:
     text = "format of the log, one line or JSON object each (default: %(default)s)"
     add("--log-format", choices=LOG_FORMATS, default="text", help=text)
+    text = "least level of messages in the log (default: %(default)s)"
+    add("--log-level", choices=LOG_LEVELS, default="info", help=text)
     text = "log lengths and times of each finished request, and none of its text"
     add("--enable-log-requests", action="store_true", help=text)
     text = "collector of OpenTelemetry traces, such as http://127.0.0.1:4317 (default: none)"

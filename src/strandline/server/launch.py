@@ -15,7 +15,7 @@ from ssl import SSLContext
 from typing import Any, Final
 
 from strandline.config import EngineConfig
-from strandline.env import set_log_format
+from strandline.env import set_log
 from strandline.errors import ConfigError, cause_of
 from strandline.gc_policy import freeze_gc
 from strandline.log_format import configure_log
@@ -63,9 +63,8 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     if taken:
         raise ConfigError(f"--lora-modules: {taken.pop()!r} is the model's own name")
     engine_configs(engine)  # wrong values are found before anything is loaded
-    set_log_format(server.log_format)
-    configure_log()
-    logging.getLogger("strandline").setLevel(logging.INFO)
+    set_log(server.log_format, server.log_level)
+    configure_log(least=logging.INFO)
     listener = listen(server.host, server.port)
     with listener:
         try:
