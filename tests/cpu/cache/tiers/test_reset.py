@@ -2,7 +2,7 @@
 
 import pytest
 
-from strandline.cache.announcing.announcer import take_events
+from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.cache.inspection.invariants import check
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
@@ -23,7 +23,7 @@ RULES = pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 
 def spilling(rule: ResumeRule = AT_SNAPSHOTS) -> Driver:
     """Return a driver whose prompt is on its way from the first tier to the second."""
-    driver = Driver(lower_blocks=(40, 100), rule=rule)
+    driver = Driver(lower_blocks=(40, 100), rule=rule, emits_events=True)
     driver.loads.tiers[0].num_spare_blocks = 40
     driver.serve(PROMPT)
     evict_all(driver)
@@ -74,6 +74,19 @@ def test_spill_from_before_a_reset_is_dropped_on_arrival(rule: ResumeRule, *, is
     assert driver.end_spill(0)
     assert addresses_below(disk, tree) >= set(new.addresses.values())
     assert is_found(driver)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+@RULES
+def test_spill_from_before_a_reset_announces_nothing(rule: ResumeRule, *, is_done: bool) -> None:
+    driver = spilling(rule)
+    reader = Reader(driver.cache)
+    driver.reset()
+    assert restate_events(driver.cache) == [Cleared()]
+    driver.serve([*PROMPT, 1])
+    assert reader.hit([*PROMPT, 1]) >= 384
+    assert driver.end_spill(0, is_done=is_done)
+    assert take_events(driver.cache) == []
 
 
 @RULES
