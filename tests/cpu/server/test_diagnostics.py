@@ -1,11 +1,13 @@
-"""Anthropic's ``diagnostics``: where a prompt differs from an earlier one."""
+"""``diagnostics`` of Anthropic's API and OpenAI's ``prompt_cache_diagnostics``: where prompts differ."""
 
+import json
 from typing import Any
 
 import anthropic
 import pytest
 
-from strandline.server.messages.diagnostics import Diagnosis, Rendered
+from strandline.server.messages.diagnostics import Diagnosis
+from strandline.server.requests.rendered import Rendered
 from strandline.server.requests.response_store import ResponseStore
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
@@ -14,6 +16,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 QUESTION = {"role": "user", "content": "who is it, and why?"}
 MARKED = {"type": "text", "text": "who is it, and why?", "cache_control": {"type": "ephemeral"}}
 LATER = {"role": "user", "content": "so?"}
+RESPONSE: dict[str, Any] = {"max_output_tokens": 3, "temperature": 0, "instructions": "be brief"}
 
 
 def rendered(**changed: Any) -> Rendered:
@@ -101,3 +104,77 @@ def test_digests_are_stored_per_key_and_only_with_memory() -> None:
     assert foreign["diagnostics"]["cache_miss_reason"] == {"type": "previous_message_not_found"}
     off = Diagnosis(ResponseStore(0), "o", rendered(), "a").result(0)
     assert off["diagnostics"]["cache_miss_reason"] == {"type": "unavailable"}
+
+
+def respond(server: ServerProcess, earlier_id: Any = None, **changed: Any) -> dict[str, Any]:
+    body = RESPONSE | {"input": [QUESTION]} | changed
+    if earlier_id is not None:
+        body["prompt_cache_options"] = {"comparison_response_id": earlier_id}
+    answer: dict[str, Any] = server.post("/v1/responses", **body).json()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def response(server: ServerProcess) -> dict[str, Any]:
+    return respond(server)
+
+
+def test_responses_that_continue_the_one_they_name_hit(server: ServerProcess, response: dict[str, Any]) -> None:
+    assert "prompt_cache_diagnostics" not in response
+    whole = [QUESTION, *response["output"], LATER]
+    for fields in ({"input": whole}, {"previous_response_id": response["id"], "input": [LATER]}, {}):
+        answer = respond(server, response["id"], **fields)
+        assert answer["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+        options = {"mode": "implicit", "ttl": "30m", "comparison_response_id": response["id"]}
+        assert answer["prompt_cache_options"] == options
+        stored = server.get(f"/v1/responses/{answer['id']}").json()
+        assert stored["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"instructions": "be brief!"}, "input_changed"),
+        ({"input": [LATER, QUESTION]}, "input_changed"),
+        ({"input": "what?", "reasoning": {"effort": "low"}}, "reasoning_effort_changed"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}, LATER]}, "context_compacted"),
+    ],
+)
+def test_the_first_difference_from_a_response_is_the_reason(
+    server: ServerProcess, response: dict[str, Any], changed: dict[str, Any], reason: str
+) -> None:
+    answer = respond(server, response["id"], **changed)
+    missed = response["usage"]["input_tokens"] - answer["usage"]["input_tokens_details"]["cached_tokens"]
+    expected = {"type": "cache_miss", "reason": reason, "cache_missed_tokens": max(0, missed)}
+    assert answer["prompt_cache_diagnostics"] == expected
+
+
+def test_tools_of_responses_are_compared(json_server: ServerProcess) -> None:
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("f", "g")]
+    first = respond(json_server, tools=tools[:1])
+    again, other = (respond(json_server, first["id"], tools=[tool], stream=False) for tool in tools)
+    assert again["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    assert other["prompt_cache_diagnostics"]["reason"] == "tools_changed"
+
+
+def test_unstored_responses_are_not_found_and_malformed_options_refused(server: ServerProcess) -> None:
+    for earlier_id in ("resp_0", respond(server, store=False)["id"]):
+        assert respond(server, earlier_id)["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+    for name, value in (("comparison_response_id", 5), ("prewarm", "yes")):
+        refused = server.post("/v1/responses", input="x", prompt_cache_options={name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"prompt_cache_options.{name}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prewarmed_prompts_generate_nothing_and_are_hit(server: ServerProcess, *, stream: bool) -> None:
+    asked = {"input": f"warm up, {stream}", "prompt_cache_options": {"prewarm": True}, "stream": stream}
+    answer = server.post("/v1/responses", **asked)
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.completed"]
+        warmed = events[-1]["response"]
+    else:
+        warmed = answer.json()
+    assert (warmed["status"], warmed["output"], warmed["usage"]["output_tokens"]) == ("completed", [], 0)
+    usage = respond(server, instructions=None, input=asked["input"])["usage"]
+    assert usage["input_tokens_details"] == {"cached_tokens": usage["input_tokens"], "cache_write_tokens": 0}

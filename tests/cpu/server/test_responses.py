@@ -204,5 +204,5 @@ def test_input_tokens_are_those_of_the_response(chatty: openai.OpenAI) -> None:
 
 
 def test_operation_that_is_not_served_has_no_path(chatty: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there is no path /v1/responses/compact"):
+    with pytest.raises(openai.NotFoundError, match="/v1/responses/compact: conversations are not compacted"):
         chatty.responses.compact(model="tiny", input="hi")

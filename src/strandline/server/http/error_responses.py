@@ -45,6 +45,7 @@ NOT_SERVED: Final[Mapping[str, str]] = {
     "/v1/conversations": "conversations are not stored; send previous_response_id, or the whole conversation as input",
     "/v1/files": "files are not stored; send their text in messages",
     "/v1/messages/batches": "batches are not served; send each request by itself, and many at the same time",
+    "/v1/responses/compact": "conversations are not compacted here; ask for a summary, and send it as input",
 }
 """Paths of the APIs of others that are not served, with those below them, and what to do instead."""
 ANTHROPIC_PATH: Final = "/v1/messages"

@@ -22,10 +22,11 @@ from strandline.server.http.sse import (
 )
 from strandline.server.messages.blocks import Blocks
 from strandline.server.messages.content import BlockTexts
-from strandline.server.messages.diagnostics import Diagnosis, Rendered, read_previous_id
+from strandline.server.messages.diagnostics import Diagnosis, read_previous_id
 from strandline.server.messages.history import History, read_history
 from strandline.server.messages.threads import Thread, read_thread
 from strandline.server.messages.tools import read_tools
+from strandline.server.requests.rendered import Rendered
 from strandline.server.requests.request_bodies import (
     Objects,
     Strings,

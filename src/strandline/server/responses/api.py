@@ -13,10 +13,11 @@ from strandline.errors import EngineError, RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import Prompt
-from strandline.server.http.error_responses import status_of
+from strandline.server.http.error_responses import UnknownPreviousResponseError, UnknownResponseError, status_of
 from strandline.server.http.gate import owner_of
 from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import EventStream, json_response, named_events
+from strandline.server.requests.rendered import Rendered
 from strandline.server.requests.request_bodies import (
     Count,
     Objects,
@@ -34,7 +35,8 @@ from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.structured_fields import structure_of
 from strandline.server.requests.tools import Toolbox
 from strandline.server.requests.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
-from strandline.server.responses.history import History
+from strandline.server.responses.diagnostics import CacheOptions, Comparison
+from strandline.server.responses.history import COMPACTIONS, History
 from strandline.server.responses.input_items import read_items, with_ids
 from strandline.server.responses.items import Items
 from strandline.server.responses.reasoning_seal import ReasoningSeal
@@ -105,6 +107,7 @@ class ResponsesBody(SamplingFields):
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     prompt: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     cache_salt: str | None = None
     include_cache_account: bool = False
@@ -133,7 +136,7 @@ class ResponsesBody(SamplingFields):
         with sent_as({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
             return SamplingParams(
                 **{**defaults, **self.given()},
-                max_tokens=self.max_output_tokens,
+                max_tokens=0 if self.cache_options.prewarm else self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
                 structured_outputs=structure_of(wanted, TEXT_FORMAT),
             )
@@ -142,6 +145,11 @@ class ResponsesBody(SamplingFields):
     def effort(self) -> Any:
         """Effort of reasoning; None: the chat template's default."""
         return (self.reasoning or {}).get("effort")
+
+    @property
+    def cache_options(self) -> CacheOptions:
+        """Raises ``RequestError``: they are malformed."""
+        return CacheOptions.read(self.prompt_cache_options)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -185,8 +193,20 @@ class Conversation:
             earlier, items = placeholders.insert(earlier, "previous_response_id"), placeholders.insert(items, "input")
         self.messages = History(self.tools, self._seal.unseal).read(body.instructions, items, earlier)
         self.box = self.tools.toolbox(body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+        self.placeholders = placeholders
         self._wants_sealed = SEALED in (body.include or ())
         self._store, self._owner = store, owner
+
+    @property
+    def is_compacted(self) -> bool:
+        """Whether an item of the request's own stands for several earlier ones."""
+        return any(item.get("type") in COMPACTIONS for item in self._own_items)
+
+    def rendered(self, service: Service, body: ResponsesBody) -> Rendered:
+        """Return what the prompt is rendered from."""
+        pictures = self.placeholders.references if self.placeholders is not None else ()
+        messages = [entry.message for entry in service.renderer.read(self.messages)]
+        return Rendered(service.name_of(body.model), self.box.tools, messages, pictures, body.effort)
 
     def keep(self, response: Json) -> None:
         """Store a finished response if the request asks for that, which is the default."""
@@ -209,9 +229,11 @@ class ModelResponse:
         prompt: Prompt,
         checked: CheckedParams,
         salt: Salt,
+        comparison: Comparison | None = None,
     ) -> None:
         params = checked.params
         self._body = body
+        self._comparison = comparison
         self._conversation = conversation
         self._head: Json = {
             "id": f"resp_{unique_id()}",
@@ -234,6 +256,7 @@ class ModelResponse:
             "presence_penalty": params.presence_penalty,
             "service_tier": "default",
             **{name: (body.model_extra or {}).get(name) for name in LABELS},
+            **body.cache_options.repeated(),
             "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
@@ -256,7 +279,7 @@ class ModelResponse:
         self._note_tokens(output)
         segments = merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
         self._items.append(segments, self._logprobs(output))
-        self._items.finish(_status(output))
+        self._end_items(output)
         return self._finish(output)
 
     async def events(self) -> AsyncIterator[list[Json]]:
@@ -280,17 +303,25 @@ class ModelResponse:
             self._note_tokens(output)
             events = self._items.append(self._parser.feed(output.text, output.call_marks), self._logprobs(output))
             if delta.finished:
-                events += self._items.append(self._parser.finish()) + self._items.finish(_status(output))
-                events.append({"type": f"response.{_status(output)}", "response": self._finish(output)})
+                events += self._items.append(self._parser.finish()) + self._end_items(output)
+                events.append({"type": f"response.{self._status(output)}", "response": self._finish(output)})
             yield events
 
     def _logprobs(self, output: OutputDelta) -> list[Json]:
         entries: list[Json] = chat_logprobs(output.logprobs or (), self._body.top_logprobs or 0)["content"]
         return entries
 
+    def _status(self, last: OutputDelta) -> str:
+        is_whole = last.finish_reason != "length" or self._body.cache_options.prewarm
+        return "completed" if is_whole else "incomplete"
+
+    def _end_items(self, last: OutputDelta) -> list[Json]:
+        """Close the last item and return its events; a prompt that is computed in advance has no item."""
+        return [] if self._body.cache_options.prewarm else self._items.finish(self._status(last))
+
     def _finish(self, last: OutputDelta) -> Json:
         """Store the response, as the request asks, and return it."""
-        status = _status(last)
+        status = self._status(last)
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {
             **self._head,
@@ -302,15 +333,23 @@ class ModelResponse:
         }
         if self._body.return_token_ids:
             response |= {"prompt_token_ids": list(self.job.streams[0].prompt_ids), "token_ids": self._token_ids}
+        if self._comparison is not None:
+            response["prompt_cache_diagnostics"] = self._comparison.diagnostics(self._num_cached_tokens)
         self._conversation.keep(response)
         return response
+
+    @property
+    def _num_cached_tokens(self) -> int:
+        [stream] = self.job.streams
+        return stream.account.hit if stream.account is not None else 0
 
     def _usage(self) -> Json:
         [stream] = self.job.streams
         num_prompt, num_output = len(stream.prompt_ids), stream.num_output_tokens
         usage: Json = {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": stream.account.hit if stream.account is not None else 0},
+            # OpenAI charges for writing to its cache; here these tokens are ordinary ones.
+            "input_tokens_details": {"cached_tokens": self._num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_output,
             "output_tokens_details": {
                 "reasoning_tokens": self._reasoning.num_tokens if self._reasoning is not None else 0,
@@ -329,10 +368,6 @@ class ModelResponse:
                 self._reasoning.append(token)
 
 
-def _status(last: OutputDelta) -> str:
-    return "incomplete" if last.finish_reason == "length" else "completed"
-
-
 async def create_response(service: Service, body: ResponsesBody, request: Request) -> Response:
     """Handle a request."""
     service.require_model(body.model)
@@ -345,10 +380,33 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     with service.client.expect(params.n):
         prompt = await _render(service, body, conversation, placeholders, salt())
         checked = await service.bind(params, box, prompt)
-    response = ModelResponse(service, body, conversation, prompt, checked, salt)
+    comparison = _compared(service, body, conversation, owner_of(request))
+    response = ModelResponse(service, body, conversation, prompt, checked, salt, comparison)
     if body.stream:
         return EventStream(response.job, named_events(request.url.path, response.events()))
     return json_response(await response.answer())
+
+
+def _compared(service: Service, body: ResponsesBody, conversation: Conversation, owner: str) -> Comparison | None:
+    """Compare a request's prompt, once it is rendered, with that of the response that it names; None: it names none."""
+    response_id, store = body.cache_options.comparison_id, service.responses
+    if response_id is None:
+        return None
+    if not store.is_on:
+        return Comparison("unavailable")
+    try:
+        response, items = store.response(owner, response_id), store.input_items(owner, response_id)
+    except (UnknownResponseError, UnknownPreviousResponseError):
+        return Comparison("comparison_response_not_found")
+    fields = {name: response[name] for name in ("model", "instructions", "tools", "reasoning")}
+    try:
+        earlier_body = ResponsesBody(input=items, **fields)
+        earlier = Conversation(earlier_body, owner, store, service.picture_placeholders())
+        prompts = (conversation.rendered(service, body), earlier.rendered(service, earlier_body))
+    except RequestError:
+        return Comparison("unavailable")  # it was made for an adapter or a template that is gone
+    is_compacted = conversation.is_compacted and not earlier.is_compacted
+    return Comparison.of(*prompts, response["usage"]["input_tokens"], is_compacted=is_compacted)
 
 
 async def count_input_tokens(service: Service, body: ResponsesBody, request: Request) -> Response:
