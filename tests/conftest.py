@@ -4,11 +4,13 @@ With several workers (``-n 2 --dist loadfile``, as ``make test`` runs them) the 
 so do those of files that share servers. Numba's kernels are compiled before the workers start, and not once in each.
 """
 
+import gc
 import importlib.util
 import os
 import random
 import re
 import signal
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ if not torch.cuda.is_available():
 # OpenMP's threads spin before they sleep, which slows down what runs beside them on as few cores as there are workers.
 # It is read when torch is loaded: by workers and by the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# OpenBLAS, with which Triton's interpreter multiplies, has threads that spin, too. NumPy reads this in workers.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Each HTTP client would read all certificates of the machine, which takes it 20 ms; here are none. Nothing in the tests
 # asks a host that has one of theirs.
@@ -119,6 +124,16 @@ def turn(path: Path) -> tuple[int, str]:
     parts = path.relative_to(TESTS).parts
     ranks = {("cpu", folder): rank for rank, folder in enumerate(STARTED_FIRST)}
     return ranks.get(parts[:2], len(ranks)), str(path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are imported: what is loaded stays, and takes seconds to search."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -7,9 +7,18 @@ from uuid import uuid4
 import pytest
 import trustme
 
+from strandline.device import uni_executor
 from strandline.text.model_files import DEMO_DIRECTORY
 from tests.cpu.server.process import ServerProcess, execute_server, running_server
 from tests.cpu.transfer.object_server import BUCKET, environment, object_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_is_not_prefaulted() -> Iterator[None]:
+    """Engines in the tests' process write zeros to no memory in advance: tests use a small part of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uni_executor, "PREFAULTED_BYTES", 0)
+        yield
 
 
 @pytest.fixture(scope="session")

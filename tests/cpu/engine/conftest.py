@@ -8,7 +8,6 @@ import pytest
 
 from strandline import LLM
 from strandline.cache.tiers import LoadCosts
-from strandline.device import uni_executor
 from strandline.engine.workers import worker_link
 from strandline.env import DEBUG_CACHE
 from tests.cpu.engine.tiny import save_tiny_model
@@ -27,11 +26,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm_maker(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> MakeLLM:
     """Build LLMs without a tokenizer; every step checks the cache and poisons freed memory.
 
-    Their memory is not prefaulted: tests use a small part of it. Loads always pay, and their limit is long: otherwise
-    what is loaded would depend on how long a load takes on a busy machine.
+    Loads always pay, and their limit is long: otherwise what is loaded would depend on how long a load takes on a busy
+    machine.
     """
     monkeypatch.setenv(DEBUG_CACHE, "1")
-    monkeypatch.setattr(uni_executor, "PREFAULTED_BYTES", 0)
     monkeypatch.setattr(LoadCosts, "gain_s", lambda *_: float("inf"))
     monkeypatch.setattr(LoadCosts, "limit_s", lambda *_: LOAD_TIMEOUT_S)
 

@@ -47,9 +47,9 @@ SYNTHETIC = {
     "synthetic_acceptance_rates": [0.8, 0.6, 0.5, 0.4, 0.3],
 }
 SEVERAL_STREAMS = ("glm5_next", "qwen4_exp")
+"""Families whose layers pass on several residual streams."""
 WINDOWED = ("gemma3", "lfm3")
 """Families with windows in some layers, without and with states."""
-"""Families whose layers pass on several residual streams."""
 MakeLLM = Callable[..., LLM]
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from strandline.ids import BLOCK_TOKENS, NULL_BLOCK
-from strandline.kernels.attention.attention import QUERY_TOKENS, paged_attention
+from strandline.kernels.attention import indexed_attention as definition
+from strandline.kernels.attention.attention import paged_attention
 from strandline.kernels.attention.indexed_attention import (
     GroupIndex,
     IndexedMemory,
@@ -109,10 +110,11 @@ def test_steps_of_any_size_equal_the_definition(
     torch.testing.assert_close(torch.cat(outs), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_prompts_are_attended_to_some_queries_at_a_time(version: Attend) -> None:
-    length, index, memory = 2 * QUERY_TOKENS + 10, make_index(8, 5), nan_memory()
+def test_prompts_are_attended_to_some_queries_at_a_time(version: Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(definition, "QUERY_TOKENS", 100)
+    length, index, memory = 2 * 100 + 10, make_index(8, 5), nan_memory()
     tokens = random_tokens(length)
-    batch = make_batch([[3, 8, 1, 2, 7, 5, 4, 6, 9]], [(0, length)])
+    batch = make_batch([[3, 8, 1, 2]], [(0, length)])
     write_kv(tokens[1], tokens[2], memory.kv, batch)
     store_tokens.reference(tokens[4], memory.index_BPC, batch)
     out = version(tokens[0], tokens[3], memory, batch, index, scale=SCALE)
