@@ -79,6 +79,26 @@ def test_engines_find_what_others_store_while_both_run(
     close(second)
 
 
+def test_nothing_that_others_have_stored_is_hit_after_a_reset(
+    make_llm: MakeLLM,
+    store_url: str,
+    expected: list[list[int]],
+) -> None:
+    first, second = with_objects(make_llm, store_url), with_objects(make_llm, store_url)
+    serve(first)
+    discoveries = second.engine.core.discoveries
+    assert discoveries is not None
+    discoveries.catalog.refresh()
+    assert second.reset_prefix_cache()
+    look(second)
+    assert objects_of(second).num_snapshots > 0, "it has found what it must not hit"
+    assert serve(second) == (expected, [0] * len(PROMPTS))
+    assert sum(serve(second)[1]) > 0
+    assert serve(first) == (expected, list(LENGTHS)), "others are not concerned"
+    close(first)
+    close(second)
+
+
 def test_what_only_memory_has_outlives_an_orderly_end(
     make_llm: MakeLLM,
     store_url: str,
