@@ -163,6 +163,26 @@ def test_text_formats_and_required_calls_are_followed(chatty: openai.OpenAI) -> 
         assert json.loads(call.arguments)["city"] in ("Ulm", "Bonn")
 
 
+def test_the_last_configuration_update_counts_and_is_not_rendered(server: ServerProcess) -> None:
+    schemas = [{"type": "json_schema", "name": "s", "schema": {"enum": [text]}} for text in ("a", "b")]
+    updates = [{"type": "configuration_update", "text": {"format": schema}} for schema in schemas]
+    effort = {"type": "configuration_update", "reasoning": {"effort": "low"}}
+    question = {"role": "user", "content": "which?"}
+    limits: dict[str, Any] = {"max_output_tokens": 9, "stop_token_ids": [0]}
+    wishes: dict[str, Any] = {"text": {"format": schemas[0], "verbosity": "low"}, **limits}
+    plain = server.post("/v1/responses", input=[question], **wishes).json()
+    answer = server.post("/v1/responses", input=[*updates, effort, question], **wishes).json()
+    assert [each["output"][0]["content"][0]["text"][:3] for each in (plain, answer)] == ['"a"', '"b"']
+    assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+    assert answer["reasoning"]["effort"] == "low"
+    assert answer["text"] == {"format": schemas[1], "verbosity": "low"}
+    # A stored update stays in effect.
+    later = server.post("/v1/responses", input=[question], previous_response_id=answer["id"], **limits).json()
+    assert later["output"][0]["content"][0]["text"][:3] == '"b"'
+    wrong = server.post("/v1/responses", input=[effort | {"reasoning": "low"}, question])
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input[0].reasoning")
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "Previous response with id 'resp_1' not found"),
     ({"input": [{"text": "x"}]}, r"input\[0\] must be an item with a type"),

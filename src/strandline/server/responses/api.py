@@ -191,11 +191,18 @@ class Conversation:
         items: Sequence[Any] = self._own_items
         if placeholders is not None:
             earlier, items = placeholders.insert(earlier, "previous_response_id"), placeholders.insert(items, "input")
-        self.messages = History(self.tools, self._seal.unseal).read(body.instructions, items, earlier)
+        history = History(self.tools, self._seal.unseal)
+        self.messages = history.read(body.instructions, items, earlier)
+        self._updates = history.updates
         self.box = self.tools.toolbox(body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
         self.placeholders = placeholders
         self._wants_sealed = SEALED in (body.include or ())
         self._store, self._owner = store, owner
+
+    def updated(self, body: ResponsesBody) -> ResponsesBody:
+        """Return a body with what items of the conversation replace in it."""
+        changed = {name: {**(getattr(body, name) or {}), **value} for name, value in self._updates.items() if value}
+        return body.model_copy(update=changed) if changed else body
 
     @property
     def is_compacted(self) -> bool:
@@ -371,9 +378,11 @@ class ModelResponse:
 async def create_response(service: Service, body: ResponsesBody, request: Request) -> Response:
     """Handle a request."""
     service.require_model(body.model)
-    params = body.sampling_params(service.defaults)
+    body.sampling_params(service.defaults)
     placeholders = service.picture_placeholders()
     conversation = Conversation(body, owner_of(request), service.responses, placeholders)
+    body = conversation.updated(body)
+    params = body.sampling_params(service.defaults)
     box = conversation.box
     body.require_plain_text(service, box)
     salt = partial(service.salt_of, request, body.cache_salt, body.model)
@@ -415,6 +424,7 @@ async def count_input_tokens(service: Service, body: ResponsesBody, request: Req
     body.sampling_params(service.defaults)
     placeholders = service.picture_placeholders()
     conversation = Conversation(body, owner_of(request), service.responses, placeholders)
+    body = conversation.updated(body)
     salt = service.salt_of(request, body.cache_salt, body.model)
     prompt = await _render(service, body, conversation, placeholders, salt)
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})

@@ -25,6 +25,8 @@ ABOUT_ITEMS: Final = frozenset(
     {"type", "id", "call_id", "status", "role", "internal_chat_message_metadata_passthrough"}
 )
 """Fields of items that say nothing to the model."""
+UPDATED: Final = ("reasoning", "text")
+"""Fields of the request that a ``configuration_update`` replaces in part."""
 COMPACTIONS: Final = ("compaction", "compaction_summary", "context_compaction", "compaction_trigger")
 UNREADABLE: Final = "[The summary of the earlier conversation is encrypted, and cannot be read.]"
 LATER_TOOLS: Final = "Further tools:"
@@ -71,6 +73,8 @@ class History:
         self._tools = tools
         self._unseal = unseal
         self._turns: list[_Turn | Message] = []
+        self.updates: dict[str, Json] = {}
+        """Fields of the request that items replace, ``reasoning`` and ``text``; the last item counts."""
 
     def read(self, instructions: str | None, items: Sequence[Any], earlier: Sequence[Any] = ()) -> list[Message]:
         """Return a conversation as chat messages; adjacent items of the model become one message.
@@ -121,6 +125,8 @@ class History:
             self._read_tools(item, path)
         elif kind in COMPACTIONS:
             self._read_compaction(item, path)
+        elif kind == "configuration_update":
+            self._read_update(item, path)
         elif kind.endswith("_output"):
             self._read_output(item, path)
         else:
@@ -182,6 +188,13 @@ class History:
             self._add({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             self._add({"role": "system", "content": text})
+
+    def _read_update(self, item: Mapping[str, Any], path: str) -> None:
+        for name in UPDATED:
+            value = item.get(name)
+            if not isinstance(value, Mapping | None):
+                raise RequestError(f"{path}.{name} must be an object, got {shown(value)}", param=f"{path}.{name}")
+            self.updates[name] = {**self.updates.get(name, {}), **(value or {})}
 
     def _read_compaction(self, item: Mapping[str, Any], path: str) -> None:
         texts = [text_of(item[name], f"{path}.{name}") for name in ("summary", "content", "text") if item.get(name)]
