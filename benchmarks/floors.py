@@ -82,7 +82,7 @@ def decode_bytes(model: CausalLM, num_sequences: int, context_tokens: int, log_t
 
 def prefill_flops(model: CausalLM) -> float:
     """Return the floating-point operations of one prompt token's products with weights."""
-    head, num_products = model.decoder.head, 0.0
+    head, num_products = model.decoder.embedding.head, 0.0
     for module in model.decoder.modules():
         if isinstance(module, Experts):
             num_products += module.config.routing.top_k * sum(
@@ -104,9 +104,9 @@ def _weight_bytes(model: CausalLM, num_tokens: int) -> float:
             total += share * sum(_num_bytes(part.up) + _num_bytes(part.down) for part in module.parts)
         elif isinstance(module, Projection):
             total += _num_bytes(module.weight) + _num_bytes(module.bias_O)
-        elif module is not decoder:
+        elif module is not decoder.embedding:
             total += sum(map(_num_bytes, module.parameters(recurse=False)))
-    return total + (_num_bytes(decoder.embed_ZE) if decoder.head is None else 0)
+    return total + (_num_bytes(decoder.embedding.embed_ZE) if decoder.embedding.head is None else 0)
 
 
 def _stream_bytes(layer: LayerSpec, num_tokens: int) -> int:

@@ -117,7 +117,7 @@ class AdapterSlots:
         self._targets = targets
         self._shapes = {name: target.shape for name, target in targets.items() if is_matrix(target.shape)}
         # The head multiplies other rows than those of the step.
-        projections = (x for x in decoder.modules() if isinstance(x, Projection) and x is not decoder.head)
+        projections = (x for x in decoder.modules() if isinstance(x, Projection) and x is not decoder.embedding.head)
         owners = {id(projection.weight_OI): projection for projection in projections}
         by_owner = dict[Projection, dict[str, list[Part]]]()
         for name in filter(sizes.may_change, self._shapes):

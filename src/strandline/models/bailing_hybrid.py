@@ -17,11 +17,11 @@ from strandline.config_fields import (
     read_eps,
     read_layer_types,
     read_max_position,
-    read_vocab_size,
 )
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -61,7 +61,7 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     delta, latent = _read_delta(fields), _read_latent(fields)
     mlp, moe, rotary = GatedMlpConfig.read(fields), read_experts(fields), _read_rotary(fields)
     norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    embedding = EmbeddingConfig.read(fields)
     max_position, num_drafting = (
         read_max_position(fields),
         fields.size("num_mtp_layers", at_least=0, at_most=MAX_LAYERS),
@@ -73,7 +73,7 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         return pre_norm_layer(mixer, feed, norm, hidden_size, site)
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
-    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     drafting = tuple(f"model.layers.{len(layers) + index}." for index in range(num_drafting))
     return CausalLM(decoder, max_position, partial(_published, decoder, layers), skipped_prefixes=drafting)
 

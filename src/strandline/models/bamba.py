@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, plain
@@ -38,7 +39,7 @@ def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
     attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.NONE), GatedMlpConfig.read(fields)
     mamba2 = Mamba2Config.read(fields, Mamba2Names(), attention.eps)
     layer_types, rotary = read_layer_types(fields, LAYER_TYPES), rotary_frequencies(fields)
-    shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
+    embedding = EmbeddingConfig.read(fields)
     max_position = read_max_position(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
@@ -48,7 +49,7 @@ def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
         return pre_norm_layer(mixer, GatedMlp(mlp, site), norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

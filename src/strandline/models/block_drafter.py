@@ -33,7 +33,8 @@ from strandline.models.draft_chain import MarkovHead, new_chain
 from strandline.models.draft_head import DraftHead
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
-from strandline.models.layers.decoder import multiplied, pre_norm_layer
+from strandline.models.layers.decoder import pre_norm_layer
+from strandline.models.layers.embedding import multiplied
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.protocol import DraftBlock

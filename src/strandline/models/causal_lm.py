@@ -62,7 +62,7 @@ class CausalLM(nn.Module):
         self.skipped_prefixes = skipped_prefixes
         self.decoder = decoder
         self.spec = decoder.spec
-        self.vocab_size = decoder.vocab_size
+        self.vocab_size = decoder.embedding.config.vocab_size
         self.max_position = max_position
         self._published = published
         self._kernels: Kernels | None = None
@@ -149,17 +149,17 @@ class CausalLM(nn.Module):
         """
         if isinstance(self.drafter, BlockDrafter) and self.drafter.head is not None:
             raise ConfigError("--speculative-config: draft_vocab_size is not for a drafter with its own output head")
-        self.decoder.num_draftable = min(num_tokens, self.vocab_size)
+        self.decoder.embedding.num_draftable = min(num_tokens, self.vocab_size)
 
     def round_draft_head(self) -> None:
         """Draft with the output head in FP8, in memory of its own; called after ``lay_out``, before ``use_kernels``.
 
         Drafters with a head of their own, and heads that are not dense, stay as they are.
         """
-        drafter = self.drafter
-        head = self.decoder.draft_rows
+        drafter, embedding = self.drafter, self.decoder.embedding
+        head = embedding.draft_rows
         if drafter is not None and (isinstance(drafter, DraftLayer) or drafter.head is None) and head is not None:
-            self.decoder.draft_weight = rounded_head(head)
+            embedding.draft_weight = rounded_head(head)
 
     def _whole_spec(self) -> ModelSpec:
         spec, drafter = self.decoder.spec, self.drafter
@@ -224,13 +224,13 @@ class CausalLM(nn.Module):
     @property
     def embedding_size(self) -> int:
         """Features of a token's embedding, and of its final hidden state. A drafter's features may follow these."""
-        return self.decoder.embed_ZE.shape[1]
+        return self.decoder.embedding.config.hidden_size
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits of this rank's part of the vocabulary (``columns_of``), in the dtype of the activations."""
         if hidden_NE.shape[1] > self.embedding_size:
             hidden_NE = hidden_NE[:, : self.embedding_size].contiguous()
-        return self.decoder.logits(hidden_NE)
+        return self.decoder.embedding.logits(hidden_NE)
 
     @torch.no_grad()
     def draft_logits(self, hidden_NE: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class CausalLM(nn.Module):
         head = None if isinstance(self.drafter, DraftLayer | None) else self.drafter.head
         if head is not None:
             return head.logits(hidden_NE)
-        return self.decoder.draft_logits(hidden_NE)
+        return self.decoder.embedding.draft_logits(hidden_NE)
 
     @torch.no_grad()
     def draft(self, batch: StepBatch, hidden_TE: Tensor, memory: ModelMemory, rows_N: Tensor | None = None) -> Tensor:
@@ -274,7 +274,7 @@ class CausalLM(nn.Module):
         own_TE = drafter.embedding(batch.token_ids_T)
         if own_TE is None:
             encoded_XE = None if batch.picture_offsets is None else memory.pictures
-            own_TE = self.decoder.embedding(batch.token_ids_T, encoded_XE)
+            own_TE = self.decoder.embedding.rows(batch.token_ids_T, encoded_XE)
         return drafter, (own_TE, hidden_TE[:, -drafter.hidden_size :], drafter.step(batch))
 
     @torch.no_grad()
@@ -287,7 +287,7 @@ class CausalLM(nn.Module):
         """
         if not isinstance(self.drafter, BlockDrafter):
             raise EngineError("the model has no drafter of blocks")
-        return self.drafter.draft(self.decoder.embedding(batch.token_ids_T), batch, memory.draft, rows_N)
+        return self.drafter.draft(self.decoder.embedding.rows(batch.token_ids_T), batch, memory.draft, rows_N)
 
     def use_kv_cache_dtype(self, dtype: str) -> None:
         """Keep keys and values in another dtype than that of activations; called before ``bind``.

@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mamba2 import Multipliers as ProjectedMultipliers
 from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
@@ -54,10 +55,11 @@ def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
     )
     attention, mamba2, multipliers = _folded(attention, mamba2, multipliers)
     gate_multiplier, mlp_multiplier = _multipliers(fields, "mlp_multipliers", 2)
-    embedding_multiplier, logits_multiplier = (
-        _multiplier(fields, name) for name in ("embedding_multiplier", "lm_head_multiplier")
+    embedding = replace(
+        EmbeddingConfig.read(fields),
+        multiplier=_multiplier(fields, "embedding_multiplier"),
+        logits_multiplier=_multiplier(fields, "lm_head_multiplier"),
     )
-    shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
     max_position, num_layers = read_max_position(fields), len(read_layer_types(fields, LAYER_TYPES))
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
@@ -67,16 +69,7 @@ def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
         return pre_norm_layer(ParallelMixer(*mixers, multipliers), part, norm, hidden_size, site)
 
     layers = [build_layer() for _ in range(num_layers)]
-    decoder = Decoder(
-        layers,
-        PreNorm(norm, hidden_size, site),
-        rotary,
-        shape,
-        site,
-        is_tied=is_tied,
-        embedding_multiplier=embedding_multiplier,
-        logits_multiplier=logits_multiplier,
-    )
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

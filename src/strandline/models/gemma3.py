@@ -9,12 +9,13 @@ from functools import partial
 
 import torch
 
-from strandline.config_fields import UNLIMITED_POSITION, Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import UNLIMITED_POSITION, Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, sandwich_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mlp import GatedMlpConfig, GeluMlp
 from strandline.models.layers.residual import PreNorm, SandwichNorm, zero_centered
 from strandline.models.layers.rotary import rotary_frequencies
@@ -44,27 +45,20 @@ def build_gemma3(config: ModelConfig, site: Site) -> CausalLM:
         window_tokens = fields.size("sliding_window", at_most=UNLIMITED_POSITION)
         by_type[SLIDING] = replace(attention, window_tokens=window_tokens)
     mlp, norm, hidden_size = GatedMlpConfig.read(fields), zero_centered(attention.eps), attention.hidden_size
-    shape, max_position = (read_vocab_size(fields), hidden_size), read_max_position(fields)
+    max_position = read_max_position(fields)
     rotary, windowed_rotary = (rotary_frequencies(fields, layer_type=kind) for kind in (FULL, SLIDING))
-    is_tied, cap = fields.flag("tie_word_embeddings"), None
+    # Published models were trained with a factor of the dtype of activations.
+    multiplier = float(torch.tensor(hidden_size**0.5, dtype=site.dtype))
+    embedding = replace(EmbeddingConfig.read(fields), multiplier=multiplier)
     if fields.value("final_logit_softcapping") is not None:
         cap = fields.number("final_logit_softcapping", at_least=1e-3, at_most=1e6)
+        embedding = replace(embedding, logits_soft_cap=cap)
     layers = [
         sandwich_layer(Attention(by_type[kind], site), GeluMlp(mlp, site, has_bias=False), norm, hidden_size, site)
         for kind in layer_types
     ]
-    decoder = Decoder(
-        layers,
-        PreNorm(norm, hidden_size, site),
-        rotary,
-        shape,
-        site,
-        is_tied=is_tied,
-        windowed_rotary=windowed_rotary,
-        # Published models were trained with a factor of the dtype of activations.
-        embedding_multiplier=float(torch.tensor(hidden_size**0.5, dtype=site.dtype)),
-        logits_soft_cap=cap,
-    )
+    ends = PreNorm(norm, hidden_size, site)
+    decoder = Decoder(layers, ends, embedding, rotary, site, windowed_rotary=windowed_rotary)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

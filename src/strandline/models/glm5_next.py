@@ -15,10 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.hyper_connections import HyperConnection, HyperConnectionsConfig, StreamMean
 from strandline.models.layers.indexed_latent_attention import (
     GroupChoice,
@@ -72,10 +73,9 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
         return DecoderLayer(mixer, feed, *residuals)
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, indexer_types, strict=True)]
-    is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
-    last_mix = StreamMean(streams, site)
-    ends, shape = StreamsEnds(last_mix, streams.num_streams), (vocab_size, streams.hidden_size)
-    decoder = Decoder(layers, ends, None, shape, site, is_tied=is_tied)
+    embedding, last_mix = EmbeddingConfig.read(fields), StreamMean(streams, site)
+    ends = StreamsEnds(last_mix, streams.num_streams)
+    decoder = Decoder(layers, ends, embedding, None, site)
     published, draft_layer = partial(_published, decoder, last_mix, layers), f"model.layers.{len(layers)}."
     return CausalLM(decoder, read_max_position(fields), published, skipped_prefixes=(draft_layer,))
 

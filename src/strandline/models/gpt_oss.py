@@ -14,7 +14,7 @@ from typing import Final
 
 from torch import nn
 
-from strandline.config_fields import UNLIMITED_POSITION, Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import UNLIMITED_POSITION, Fields, read_layer_types, read_max_position
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.moe import Activation
 from strandline.kernels.experts.router import Routing
@@ -25,6 +25,7 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, alternating
 from strandline.models.layers.mlp import read_limit
 from strandline.models.layers.projection import Projection
@@ -98,7 +99,7 @@ def build_gpt_oss(config: ModelConfig, site: Site) -> CausalLM:
         by_type[SLIDING] = replace(attention, window_tokens=window_tokens)
     experts, norm, hidden_size = _read_experts(fields), plain(attention.eps), attention.hidden_size
     is_transposed = not isinstance(config.quantization, Mapping) or config.quantization.get("quant_method") != "mxfp4"
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    embedding = EmbeddingConfig.read(fields)
     rotary, max_position = rotary_frequencies(fields), read_max_position(fields)
     layers = [
         pre_norm_layer(
@@ -110,7 +111,7 @@ def build_gpt_oss(config: ModelConfig, site: Site) -> CausalLM:
         )
         for kind in layer_types
     ]
-    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -49,7 +50,9 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     attention = replace(AttentionConfig.read(fields, QueryKeyNorm.NONE), scale=scale)
     mamba2, mlp = Mamba2Config.read(fields, Mamba2Names(), attention.eps), _read_mlp(fields)
     layer_types, rotary = read_layer_types(fields, LAYER_TYPES), _read_rotary(fields)
-    shape, is_tied = (read_vocab_size(fields), attention.hidden_size), fields.flag("tie_word_embeddings")
+    embedding = replace(
+        EmbeddingConfig.read(fields), multiplier=embedding_multiplier, logits_multiplier=1 / logits_divisor
+    )
     max_position = read_max_position(fields)
     norm, hidden_size = plain(attention.eps), attention.hidden_size
 
@@ -65,16 +68,7 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(
-        layers,
-        PreNorm(norm, shape[1], site),
-        rotary,
-        shape,
-        site,
-        is_tied=is_tied,
-        embedding_multiplier=embedding_multiplier,
-        logits_multiplier=1 / logits_divisor,
-    )
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

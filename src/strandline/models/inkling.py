@@ -22,6 +22,7 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, LayerStates
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, alternating
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.output_convolutions import OutputConvolutions
@@ -127,17 +128,15 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
-    decoder = Decoder(
-        layers,
-        PreNorm(norm, hidden_size, site),
-        None,
-        (vocab_size, hidden_size),
-        site,
+    embedding = EmbeddingConfig(
+        vocab_size,
+        hidden_size,
         is_tied=False,
-        embedding_norm=norm,
         num_published=num_published,
+        norm=norm,
         logits_multiplier=1 / divisor,
     )
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, None, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

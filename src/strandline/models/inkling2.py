@@ -36,6 +36,7 @@ from strandline.models.inkling import LAYER_TYPES, PUBLISHED, SLIDING
 from strandline.models.layers.blocks import BlockEnds, BlockReader, BlockStream
 from strandline.models.layers.clipped_attention import ClippedAttention, ClippedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer, LayerStates
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS, alternating
 from strandline.models.layers.output_convolutions import OutputConvolutions
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
@@ -131,9 +132,11 @@ def build_inkling2(config: ModelConfig, site: Site) -> CausalLM:
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
     ends = BlockEnds(hidden_size, eps, ceil(len(layers) / block_layers), site)
-    shape = (vocab_size, hidden_size)
-    decoder = Decoder(layers, ends, None, shape, site, is_tied=False, logits_soft_cap=cap)
-    return CausalLM(decoder, max_position, partial(_published, decoder, ends, layers, num_published))
+    embedding = EmbeddingConfig(
+        vocab_size, hidden_size, is_tied=False, num_published=num_published, logits_soft_cap=cap
+    )
+    decoder = Decoder(layers, ends, embedding, None, site)
+    return CausalLM(decoder, max_position, partial(_published, decoder, ends, layers))
 
 
 def _read_cap(fields: Fields, name: str) -> float:
@@ -157,14 +160,13 @@ def _read_moe(fields: Fields) -> SigmoidMoeConfig:
     )
 
 
-def _published(
-    decoder: Decoder, ends: BlockEnds, layers: Sequence[BlockLayer], num_published: int, names: frozenset[str]
-) -> NamedTargets:
+def _published(decoder: Decoder, ends: BlockEnds, layers: Sequence[BlockLayer], names: frozenset[str]) -> NamedTargets:
     """Yield the published tensors."""
     del names
-    assert decoder.head is not None
-    for name, rows_ZE in (("embed", decoder.embed_ZE), ("unembed", decoder.head.weight_OI)):
-        yield f"{PUBLISHED}{name}.weight", spanned(rows_ZE, decoder.held_tokens, num_published)
+    embedding = decoder.embedding
+    assert embedding.head is not None
+    for name, rows_ZE in (("embed", embedding.embed_ZE), ("unembed", embedding.head.weight_OI)):
+        yield f"{PUBLISHED}{name}.weight", embedding.published(rows_ZE)
     yield f"{PUBLISHED}embed_norm.weight", whole(ends.first.norm_QE[0])
     yield f"{PUBLISHED}norm.weight", whole(ends.last.norm_QE[0])
     yield f"{PUBLISHED}attn_res.output_query", ends.last.query

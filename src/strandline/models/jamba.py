@@ -16,7 +16,6 @@ from strandline.config_fields import (
     read_eps,
     read_layer_types,
     read_max_position,
-    read_vocab_size,
 )
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
@@ -24,6 +23,7 @@ from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -64,8 +64,8 @@ def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(index, kind) for index, kind in enumerate(read_layer_types(fields, LAYER_TYPES))]
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
+    embedding = EmbeddingConfig.read(fields)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, None, site)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import read_eps, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
@@ -62,8 +63,8 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
+    embedding = EmbeddingConfig.read(fields)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, None, site)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

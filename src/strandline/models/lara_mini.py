@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from strandline.config_fields import UNLIMITED_POSITION, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import UNLIMITED_POSITION, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.residual import PreNorm, plain
@@ -43,7 +44,7 @@ def build_lara_mini(config: ModelConfig, site: Site) -> CausalLM:
     gated_delta = GatedDeltaNetConfig.read(fields)
     moe = SparseMoeConfig.read(fields, is_normalised=fields.flag("norm_topk_prob"))
     moe, norm, hidden_size = replace(moe, is_shared_gated=False), plain(attention.eps), attention.hidden_size
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    embedding = EmbeddingConfig.read(fields)
     rotary, max_position = rotary_frequencies(fields), read_max_position(fields)
 
     def build_layer(kind: str) -> Layer:
@@ -51,7 +52,7 @@ def build_lara_mini(config: ModelConfig, site: Site) -> CausalLM:
         return pre_norm_layer(mixer, SparseMoe(moe, site), norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

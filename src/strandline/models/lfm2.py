@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position
 from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, plain
@@ -113,8 +114,8 @@ def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig
         )
 
     layers = [build_layer(*kinds) for kinds in zip(read_layer_types(fields, LAYER_TYPES), mlps, strict=True)]
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary_frequencies(fields), shape, site, is_tied=is_tied)
+    embedding = EmbeddingConfig.read(fields)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary_frequencies(fields), site)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer, sandwich_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, SandwichNorm, plain
 from strandline.models.layers.rotary import rotary_frequencies
@@ -48,7 +49,7 @@ def build_lfm3(config: ModelConfig, site: Site) -> CausalLM:
         plain(eps),
         attention.hidden_size,
     )
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    embedding = EmbeddingConfig.read(fields)
     rotary, windowed_rotary = (rotary_frequencies(fields, layer_type=kind) for kind in (FULL, SLIDING))
     max_position = read_max_position(fields)
 
@@ -58,7 +59,7 @@ def build_lfm3(config: ModelConfig, site: Site) -> CausalLM:
 
     layers = [build_layer(kind) for kind in layer_types]
     ends = PreNorm(norm, hidden_size, site)
-    decoder = Decoder(layers, ends, rotary, shape, site, is_tied=is_tied, windowed_rotary=windowed_rotary)
+    decoder = Decoder(layers, ends, embedding, rotary, site, windowed_rotary=windowed_rotary)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

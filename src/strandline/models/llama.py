@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.residual import PreNorm, plain
@@ -51,21 +52,20 @@ def build(
     """
     fields = config.text
     fields.choice("hidden_act", ["silu"])
-    attention, is_tied = AttentionConfig.read(fields, norm), fields.flag("tie_word_embeddings")
-    shape, rotary = (read_vocab_size(fields), attention.hidden_size), rotary_frequencies(fields)
-    max_position = read_max_position(fields)
-    residual_norm = plain(attention.eps)
+    attention, embedding = AttentionConfig.read(fields, norm), EmbeddingConfig.read(fields)
+    rotary, max_position = rotary_frequencies(fields), read_max_position(fields)
+    residual_norm, hidden_size = plain(attention.eps), attention.hidden_size
     layers = [
         pre_norm_layer(
             Attention(attention, site),
             SparseMoe(mlp, site) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, site),
             residual_norm,
-            attention.hidden_size,
+            hidden_size,
             site,
         )
         for mlp in mlps
     ]
-    decoder = Decoder(layers, PreNorm(residual_norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(residual_norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 
 

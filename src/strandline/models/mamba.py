@@ -16,12 +16,12 @@ from strandline.config_fields import (
     Fields,
     read_eps,
     read_layer_types,
-    read_vocab_size,
 )
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.site import Site
@@ -72,8 +72,8 @@ def _build(fields: Fields, norm: InnerNorm, inner_eps: float, site: Site) -> Cau
         pre_norm_layer(Mamba1Layer(mamba, site), None, residual_norm, hidden_size, site)
         for _ in read_layer_types(fields, LAYER_TYPES)
     ]
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, PreNorm(residual_norm, shape[1], site), None, shape, site, is_tied=is_tied)
+    embedding = EmbeddingConfig.read(fields)
+    decoder = Decoder(layers, PreNorm(residual_norm, hidden_size, site), embedding, None, site)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

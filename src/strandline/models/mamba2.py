@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_types, read_vocab_size
+from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_types
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.residual import PreNorm, plain
 from strandline.models.layers.site import Site
@@ -45,12 +46,12 @@ def build_mamba2(config: ModelConfig, site: Site) -> CausalLM:
     fields.choice("hidden_act", ["silu"])
     eps = read_eps(fields, "layer_norm_epsilon")
     mamba2, norm = Mamba2Config.read(fields, NAMES, eps), plain(eps)
-    shape, is_tied = (read_vocab_size(fields), mamba2.hidden_size), fields.flag("tie_word_embeddings")
+    embedding = EmbeddingConfig.read(fields)
     layers = [
         pre_norm_layer(Mamba2Layer(mamba2, site), None, norm, mamba2.hidden_size, site)
         for _ in read_layer_types(fields, LAYER_TYPES)
     ]
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, mamba2.hidden_size, site), embedding, None, site)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.lightning import LightningAttention, LightningConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
@@ -65,8 +66,8 @@ def build_minimax(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
+    embedding = EmbeddingConfig.read(fields)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

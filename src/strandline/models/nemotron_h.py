@@ -20,12 +20,13 @@ from typing import Final
 from torch import Tensor
 
 from strandline.architectures.nemotron_h import read_blocks
-from strandline.config_fields import DTYPES, Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import DTYPES, Fields, read_eps, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.multi_token import DraftLayer
@@ -66,12 +67,8 @@ def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
     eps, state_dtype = read_eps(fields, "layer_norm_epsilon"), fields.choice("mamba_ssm_cache_dtype", DTYPES)
     attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, eps=eps)
     mamba2 = replace(Mamba2Config.read(fields, NAMES, eps), state_dtype=state_dtype)
-    layer_types, shape = read_layer_types(fields, LAYER_TYPES), (read_vocab_size(fields), attention.hidden_size)
-    mlp_size, has_bias, is_tied = (
-        fields.size("intermediate_size"),
-        fields.flag("mlp_bias"),
-        fields.flag("tie_word_embeddings"),
-    )
+    layer_types, embedding = read_layer_types(fields, LAYER_TYPES), EmbeddingConfig.read(fields)
+    mlp_size, has_bias = fields.size("intermediate_size"), fields.flag("mlp_bias")
     max_position = read_max_position(fields)
     norm, hidden_size = plain(eps), attention.hidden_size
     experts = {index: _read_experts(of_layer) for index, of_layer in _of_layers(fields, layer_types)}
@@ -97,7 +94,7 @@ def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
         return DraftLayer(layer, _published_draft_layer, norm, hidden_size, site)
 
     layers = [build_layer(kind, experts=experts.get(index)) for index, kind in enumerate(layer_types)]
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), None, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, None, site)
     has_draft_layer = fields.size(DRAFT_LAYERS, at_least=0, default=0) > 0
     published = partial(_published, decoder, layers)
     return CausalLM(decoder, max_position, published, build_draft_layer if has_draft_layer else None)

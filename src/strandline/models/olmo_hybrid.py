@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PostNorm, PreNorm, plain
@@ -54,8 +55,8 @@ def build_olmo_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         return pre_norm_layer(GatedDeltaNet(gated_delta, site), GatedMlp(mlp, site), norm, hidden_size, site)
 
     layers = [build_layer(kind) for kind in layer_types]
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), _read_rotary(fields), shape, site, is_tied=is_tied)
+    embedding = EmbeddingConfig.read(fields)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, _read_rotary(fields), site)
     max_position = read_max_position(fields)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers))
 

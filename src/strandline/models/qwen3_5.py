@@ -24,8 +24,7 @@ def build_qwen3_5(config: ModelConfig, site: Site) -> CausalLM:
     """
     hybrid = HybridConfig.read(config.text)
     mlps = [read_mlp(config.text)] * len(hybrid.layer_types)
-    is_tied = config.text.flag("tie_word_embeddings")
-    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site, is_tied=is_tied, vision=config.vision)
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site, vision=config.vision)
 
 
 def read_mlp(fields: Fields) -> MlpConfig:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
@@ -39,7 +40,7 @@ class HybridConfig:
     """The settings of both families' text configurations."""
 
     layer_types: tuple[str, ...]
-    vocab_size: int
+    embedding: EmbeddingConfig
     max_position: int
     attention: AttentionConfig
     gated_delta: GatedDeltaNetConfig
@@ -58,7 +59,7 @@ class HybridConfig:
         fields.choice("hidden_act", ["silu"])
         return cls(
             layer_types=layer_types,
-            vocab_size=read_vocab_size(fields),
+            embedding=EmbeddingConfig.read(fields),
             max_position=read_max_position(fields),
             attention=replace(AttentionConfig.read(fields, QueryKeyNorm.ZERO_CENTERED), gate=OutputGate.PER_CHANNEL),
             gated_delta=GatedDeltaNetConfig.read(fields),
@@ -74,7 +75,6 @@ def build(
     in_proj_targets: InProjTargets,
     site: Site,
     *,
-    is_tied: bool,
     vision: Fields | None = None,
 ) -> CausalLM:
     """Build the model of a configuration.
@@ -86,20 +86,20 @@ def build(
     """
     norm = zero_centered(config.attention.eps)
     layers = [_build_layer(config, *kinds, norm, site) for kinds in zip(config.layer_types, mlps, strict=True)]
-    shape = (config.vocab_size, config.attention.hidden_size)
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), config.rotary, shape, site, is_tied=is_tied)
+    hidden_size = config.attention.hidden_size
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), config.embedding, config.rotary, site)
 
     def build_draft_layer() -> DraftLayer:
         layer = _build_layer(config, "full_attention", mlps[-1], norm, site)
         published = partial(_published_draft_layer, layer, in_proj_targets)
-        return DraftLayer(layer, published, norm, config.attention.hidden_size, site)
+        return DraftLayer(layer, published, norm, hidden_size, site)
 
     return CausalLM(
         decoder,
         config.max_position,
         partial(_published, decoder, layers, in_proj_targets),
         build_draft_layer if config.has_draft_layer else None,
-        build_tower=tower_builder(vision, shape[1], site),
+        build_tower=tower_builder(vision, hidden_size, site),
     )
 
 

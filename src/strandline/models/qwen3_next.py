@@ -24,8 +24,7 @@ def build_qwen3_next(config: ModelConfig, site: Site) -> CausalLM:
     """
     hybrid, fields = HybridConfig.read(config.text), config.text
     mlps = read_mlps(fields, len(hybrid.layer_types))
-    is_tied = fields.flag("tie_word_embeddings")
-    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site, is_tied=is_tied)
+    return qwen3_hybrid.build(hybrid, mlps, in_proj_targets, site)
 
 
 def read_mlps(fields: Fields, num_layers: int, *, is_shared: bool = True) -> list[MlpConfig]:

@@ -15,10 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.gated_streams import GatedMix, GatedStreamsConfig, LastGatedMix
 from strandline.models.layers.indexed_attention import IndexedAttention, IndexedAttentionConfig
@@ -60,10 +61,9 @@ def build_qwen4_exp(config: ModelConfig, site: Site) -> CausalLM:
         return FeaturesLayer(mixer, SparseMoe(moe, site), residuals, NgramFeatures(ngrams[index], site))
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
-    is_tied, vocab_size = fields.flag("tie_word_embeddings"), read_vocab_size(fields)
-    last_mix = LastGatedMix(streams, site)
-    ends, shape = StreamsEnds(last_mix, streams.num_streams), (vocab_size, streams.hidden_size)
-    decoder = Decoder(layers, ends, rotary, shape, site, is_tied=is_tied)
+    embedding, last_mix = EmbeddingConfig.read(fields), LastGatedMix(streams, site)
+    ends = StreamsEnds(last_mix, streams.num_streams)
+    decoder = Decoder(layers, ends, embedding, rotary, site)
     published = partial(_published, decoder, last_mix, layers)
     build_tower = tower_builder(config.vision, streams.hidden_size, site)
     if build_tower is None:

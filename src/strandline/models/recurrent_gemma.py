@@ -12,13 +12,14 @@ from typing import Final
 
 import torch
 
-from strandline.config_fields import MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps, read_layer_types, read_vocab_size
+from strandline.config_fields import MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps, read_layer_types
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.griffin import GriffinConfig, GriffinLayer
 from strandline.models.layers.mlp import GatedMlpConfig, GeluMlp
 from strandline.models.layers.residual import PreNorm, zero_centered
@@ -56,17 +57,13 @@ def build_recurrent_gemma(config: ModelConfig, site: Site) -> CausalLM:
         )
 
     layers = [build_layer(kind) for kind in layer_types]
-    decoder = Decoder(
-        layers,
-        PreNorm(norm, hidden_size, site),
-        rotary_frequencies(fields),
-        (read_vocab_size(fields), hidden_size),
-        site,
-        is_tied=fields.flag("tie_word_embeddings"),
+    embedding = replace(
+        EmbeddingConfig.read(fields),
         # Published models were trained with a rounded factor.
-        embedding_multiplier=float(torch.tensor(hidden_size**0.5, dtype=torch.bfloat16)),
+        multiplier=float(torch.tensor(hidden_size**0.5, dtype=torch.bfloat16)),
         logits_soft_cap=fields.number("logits_soft_cap", at_least=1e-3, at_most=1e6),
     )
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary_frequencies(fields), site)
     return CausalLM(decoder, UNLIMITED_POSITION, partial(_published, decoder, layers))
 
 

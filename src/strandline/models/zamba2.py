@@ -13,11 +13,12 @@ from typing import Final
 
 from torch import Tensor
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.residual import PreNorm, Unnormed, plain
 from strandline.models.layers.rotary import rotary_frequencies
@@ -51,13 +52,13 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
     mamba2 = replace(Mamba2Config.read(fields, NAMES, GATED_NORM_EPS), has_conv_bias=True)
     rotary = rotary_frequencies(fields) if fields.flag("use_mem_rope") else None
     hidden_size = block.attention.hidden_size
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
+    embedding = EmbeddingConfig.read(fields)
     max_position, norm = read_max_position(fields), plain(block.attention.eps)
     num_blocks = min(fields.size("num_mem_blocks"), layer_types.count("hybrid"))
     blocks = [SharedBlock(block, site) for _ in range(num_blocks)]
 
     def embed(token_ids_T: Tensor) -> Tensor:
-        return decoder.embedding(token_ids_T)
+        return decoder.embedding.rows(token_ids_T)
 
     def build_layer(index: int, kind: str) -> Layer:
         mamba = Mamba2Layer(mamba2, site)
@@ -67,7 +68,7 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
         return DecoderLayer(SharedBlockUse(blocks[use % num_blocks], mamba, norm, embed, site), None, Unnormed(), None)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(layer_types)]
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, max_position, partial(_published, decoder, layers, blocks))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from strandline.config_fields import read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import read_layer_types, read_max_position
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.operation import Operation
@@ -22,6 +22,7 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.convolved_attention import ConvolvedAttention, ConvolvedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.residual import NormedResidual, PreNorm, ResidualNorm, Stream, plain
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
@@ -113,8 +114,8 @@ def build_zaya(config: ModelConfig, site: Site) -> CausalLM:
         return DecoderLayer(mixer, experts, before_mixer, ScaledStream(norm, hidden_size, site))
 
     layers = [build_layer(index) for index in range(num_layers)]
-    shape, is_tied = (read_vocab_size(fields), hidden_size), fields.flag("tie_word_embeddings")
-    decoder = Decoder(layers, PreNorm(norm, shape[1], site), rotary, shape, site, is_tied=is_tied)
+    embedding = EmbeddingConfig.read(fields)
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
 
 

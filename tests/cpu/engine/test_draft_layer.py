@@ -440,7 +440,7 @@ def test_an_output_head_in_fp8_drafts_nearly_as_well(make: Callable[..., LLM], m
     monkeypatch.setattr(loading, "drafts_in_fp8", lambda *_: True)
     llm = make(speculative_config={"method": "mtp", "num_speculative_tokens": 1, "adaptive": False})
     model: Any = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
-    assert isinstance(model.decoder.draft_weight, ScaledWeight)
+    assert isinstance(model.decoder.embedding.draft_weight, ScaledWeight)
     prompt = ids(llm)
     answer, drafts = run(llm, prompt)
     assert answer == run(plain, prompt)[0]

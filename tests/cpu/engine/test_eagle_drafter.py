@@ -144,7 +144,7 @@ def test_only_a_head_that_drafts_is_rounded(make: MakeLLM, monkeypatch: pytest.M
     monkeypatch.setattr(loading, "drafts_in_fp8", lambda *_: True)
     llm = make()
     model: Any = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
-    assert (model.decoder.draft_weight is None) == (model.drafter.head is not None)
+    assert (model.decoder.embedding.draft_weight is None) == (model.drafter.head is not None)
     plain = make(speculative_config=None)
     assert answers(llm, [tokens(70, seed=1)], GREEDY) == answers(plain, [tokens(70, seed=1)], GREEDY)
 

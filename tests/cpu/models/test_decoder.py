@@ -10,6 +10,7 @@ from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, zero_centered
@@ -33,8 +34,8 @@ def no_names(names: frozenset[str]) -> NamedTargets:
 
 
 def make_model(layers: Sequence[DecoderLayer], rotary: RotaryFrequencies | None) -> CausalLM:
-    shape = (VOCAB_SIZE, HIDDEN_SIZE)
-    decoder = Decoder(layers, PreNorm(NORM, shape[1], SITE), rotary, shape, SITE, is_tied=False)
+    embedding = EmbeddingConfig(VOCAB_SIZE, HIDDEN_SIZE, is_tied=False)
+    decoder = Decoder(layers, PreNorm(NORM, HIDDEN_SIZE, SITE), embedding, rotary, SITE)
     return CausalLM(decoder, 512, no_names)
 
 
@@ -44,8 +45,8 @@ def parameters(model: CausalLM) -> Iterator[torch.Tensor]:
         for part, norm in (("mixer", "mixer_norm_E"), ("mlp", "mlp_norm_E")):
             if getattr(each, part) is not None:
                 yield from (getattr(each, norm), *getattr(each, part).parameters())
-    assert model.decoder.head is not None
-    yield from (model.decoder.embed_ZE, model.decoder.ends.norm_E, model.decoder.head.weight_OI)
+    assert model.decoder.embedding.head is not None
+    yield from (model.decoder.embedding.embed_ZE, model.decoder.ends.norm_E, model.decoder.embedding.head.weight_OI)
 
 
 def fill(model: CausalLM) -> None:

@@ -50,7 +50,7 @@ def test_every_rank_rounds_the_rows_it_has(directory: Path, count: int, monkeypa
     def draft_logits(ranks: RankThread) -> tuple[torch.Tensor, torch.Tensor]:
         model = rounded_model(directory, shard=Shard(ranks.rank, ranks.size))
         Driver(model, ranks=ranks)
-        assert isinstance(model.decoder.draft_weight, ScaledWeight)
+        assert isinstance(model.decoder.embedding.draft_weight, ScaledWeight)
         return model.draft_logits(hidden_NE), model.logits(hidden_NE)
 
     found, exact = (torch.cat(parts, dim=1) for parts in zip(*RankThreads(count).run(draft_logits), strict=True))
@@ -67,7 +67,10 @@ def test_changed_weights_change_the_rounded_head(directory: Path) -> None:
         Driver(model)
     assert not torch.equal(old.draft_logits(hidden_NE), new.draft_logits(hidden_NE))
     addresses = {tensor.data_ptr() for tensor in tensors_of(old)}
-    assert {old.decoder.draft_weight.values.data_ptr(), old.decoder.draft_weight.scales.data_ptr()} <= addresses
+    assert {
+        old.decoder.embedding.draft_weight.values.data_ptr(),
+        old.decoder.embedding.draft_weight.scales.data_ptr(),
+    } <= addresses
     for mine, other in pair_tensors(old, new):
         mine.copy_(other)
     assert torch.equal(old.draft_logits(hidden_NE), new.draft_logits(hidden_NE))

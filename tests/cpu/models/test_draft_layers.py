@@ -35,7 +35,7 @@ def kept(model: Any, lengths: list[int], store: Callable[..., object]) -> list[T
         parts.sort(key=lambda part: len(part.tokens) > 1)
         num_decodes = sum(len(part.tokens) == 1 for part in parts)
         batch = driver._batch(parts, num_decodes, [0] * len(parts), [{}] * len(parts))
-        hidden_TE = torch.randn(sum(counts), model.decoder.embed_ZE.shape[1], generator=generator)
+        hidden_TE = torch.randn(sum(counts), model.decoder.embedding.embed_ZE.shape[1], generator=generator)
         store(batch, hidden_TE, driver._memory)
         for part in parts:
             part.sequence.num_tokens += len(part.tokens)

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strandline.ids import FIRST_VIRTUAL_ID
@@ -22,13 +21,11 @@ from strandline.kernels.arena import ArenaTensors, LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
-from strandline.kernels.gemm.linear import Linear, bind_linear, linear
-from strandline.kernels.gemm.weights import DenseWeight, Layout, ScaledWeight
+from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
-from strandline.kernels.ranks import columns_of
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
-from strandline.kernels.rowwise.embedding import embed_held
 from strandline.kernels.rowwise.rotary import interleaved_dimensions, rotary_table, rotary_table_3d
+from strandline.models.layers.embedding import Embedding, EmbeddingConfig
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.protocol import ModelMemory
 from strandline.models.layers.residual import (
@@ -43,7 +40,7 @@ from strandline.models.layers.residual import (
 from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, spanned, whole
+from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec, ModelSpec
 
 
@@ -229,15 +226,8 @@ class Decoder(nn.Module):
     Args:
         ends: begins the residual stream, and ends it with the final norm.
         rotary: rotary frequencies for mixers that take positions; None: no mixer does.
-        windowed_rotary: frequencies for mixers with a window; None: as for the others.
-        is_tied: whether the output head is the embedding.
-        embedding_multiplier: multiplies the tokens' embeddings.
-        embedding_norm: norm of the tokens' embeddings; None: they have none.
-        num_published: rows of the published embedding and head; those past the vocabulary are not read. None: as many
-            as the vocabulary has tokens.
-        logits_multiplier: multiplies the logits.
-        logits_soft_cap: limit of the logits' size, approached smoothly; None: there is none.
         site: the shard divides the vocabulary, for the embedding and the head.
+        windowed_rotary: frequencies for mixers with a window; None: as for the others.
     """
 
     inv_freq_F: Tensor | None
@@ -248,40 +238,16 @@ class Decoder(nn.Module):
         self,
         layers: Sequence[DecoderLayer[Any, Any]],
         ends: StreamEnds,
+        embedding: EmbeddingConfig,
         rotary: RotaryFrequencies | None,
-        shape: tuple[int, int],
         site: Site,
         *,
-        is_tied: bool,
         windowed_rotary: RotaryFrequencies | None = None,
-        embedding_multiplier: float = 1.0,
-        embedding_norm: ResidualNorm | None = None,
-        num_published: int | None = None,
-        logits_multiplier: float = 1.0,
-        logits_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.ends, self.dtype = ends, site.dtype
-        self.shard, self.vocab_size = site.shard, shape[0]
-        self.num_published = self.vocab_size if num_published is None else num_published
-        # Those to spare, at the end, are zeros.
-        columns, hidden_size = columns_of(self.vocab_size, site.shard.index, site.shard.count), shape[1]
-        num_rows = len(columns)
-        self.held_tokens = range(min(columns.start, self.vocab_size), min(columns.stop, self.vocab_size))
-        self.embedding_multiplier, self.logits_multiplier = embedding_multiplier, logits_multiplier
-        self.logits_soft_cap = logits_soft_cap
-        self.embed_ZE = site.parameter(num_rows, hidden_size)
-        self.embedding_norm = embedding_norm
-        self.embed_norm_E = None if embedding_norm is None else embedding_norm.weight(site, hidden_size)
+        self.ends, self.dtype, self.shard = ends, site.dtype, site.shard
+        self.embedding = Embedding(embedding, site)
         self.layers = nn.ModuleList(layers)
-        self.head = None if is_tied else Projection(num_rows, hidden_size, site)
-        for weight in (self.embed_ZE, None if self.head is None else self.head.weight_OI):
-            if weight is not None:
-                weight[len(self.held_tokens) :].zero_()
-        self.num_draftable: int | None = None
-        """The first tokens, which alone are drafted; None: all. To be set before ``use_kernels``."""
-        self.draft_weight: ScaledWeight | None = None
-        """The output head of drafts, if it is another one. To be set before ``use_kernels``."""
         self.attention_factor = 1.0 if rotary is None else rotary.attention_factor
         self.windowed_factor = 1.0 if windowed_rotary is None else windowed_rotary.attention_factor
         self.picture_token_id: int | None = None
@@ -315,33 +281,18 @@ class Decoder(nn.Module):
 
     @property
     def operations(self) -> tuple[Operation[..., Any], ...]:
-        norms = () if self.embedding_norm is None else (self.embedding_norm.norm,)
-        return (*self.ends.operations, *norms, linear, embed_held, rotary_table, rotary_table_3d)
+        return (*self.ends.operations, rotary_table, rotary_table_3d)
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         self.ends.connect(kernels)
-        self._ranks = kernels.ranks
-        self._embed_held = kernels[embed_held]
-        if self.embedding_norm is not None:
-            self._embed_norm = kernels[self.embedding_norm.norm]
         self._rotary_table, self._rotary_table_3d = kernels[rotary_table], kernels[rotary_table_3d]
-        self._tied_head = bind_linear(kernels, DenseWeight(self.embed_ZE))
-        self._draft_head: Linear | None = None
-        if self.draft_weight is not None:
-            self._draft_head = bind_linear(kernels, self.draft_weight)
-        elif self.num_draftable is not None and self.draft_rows is not None:
-            self._draft_head = bind_linear(kernels, DenseWeight(self.draft_rows))
-
-    @property
-    def draft_rows(self) -> Tensor | None:
-        """The output head's rows of tokens that are drafted; None: it is in a form whose rows cannot be sliced."""
-        head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
-        return head.values_OI[: self.num_draftable] if isinstance(head, DenseWeight) else None
 
     @property
     def spec(self) -> ModelSpec:
-        return ModelSpec(tuple(layer.spec for layer in self._layers), self.embed_ZE.shape[1], dtype_name(self.dtype))
+        return ModelSpec(
+            tuple(layer.spec for layer in self._layers), self.embedding.config.hidden_size, dtype_name(self.dtype)
+        )
 
     def bind(self, arena: ArenaTensors) -> ModelMemory:
         """Return the arena as ``forward`` takes it."""
@@ -357,9 +308,7 @@ class Decoder(nn.Module):
     def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, Step]:
         """Return the embeddings of the step's tokens, and the step with the rotary tables of its positions."""
         encoded_XE = None if batch.picture_offsets is None else memory.pictures
-        embedded_TE = multiplied(self.embedding(batch.token_ids_T, encoded_XE), self.embedding_multiplier)
-        if self.embedding_norm is not None and self.embed_norm_E is not None:
-            embedded_TE = self._embed_norm(embedded_TE, self.embed_norm_E, self.embedding_norm.eps)
+        embedded_TE: Tensor = self.embedding(batch.token_ids_T, encoded_XE)
         if encoded_XE is not None and self.picture_token_id is not None:
             batch.token_ids_T.masked_fill_(batch.token_ids_T >= FIRST_VIRTUAL_ID, self.picture_token_id)
         rotary = self._rotary(batch, self.inv_freq_F, self.attention_factor)
@@ -373,19 +322,6 @@ class Decoder(nn.Module):
         if batch.picture_offsets is None:
             return self._rotary_table(positions_T, *frequencies)
         return self._rotary_table_3d(positions_T, batch.picture_offsets, self.dimension_F, *frequencies)
-
-    def embedding(self, token_ids_T: Tensor, encoded_XE: Tensor | None = None) -> Tensor:
-        """Return the embeddings of tokens as they are published.
-
-        Args:
-            encoded_XE: embeddings of pictures' tokens; None: there are no pictures.
-        """
-        if self.shard.count == 1 and encoded_XE is None:
-            return F.embedding(token_ids_T, self.embed_ZE)
-        held = self.held_tokens
-        encoded_XE = encoded_XE if self.shard.is_first else None
-        embedded_TE = self._embed_held(token_ids_T, self.embed_ZE, held.start, len(held), encoded_XE)
-        return embedded_TE if self.shard.count == 1 else self._ranks.sum(embedded_TE)
 
     @torch.no_grad()
     def forward(
@@ -404,53 +340,14 @@ class Decoder(nn.Module):
                 stream = cast(ReadableStream, self.ends).read(stream, readers[index])
         return self.ends.leave(stream)
 
-    @torch.no_grad()
-    def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits of the tokens that this rank has, ``columns_of`` the vocabulary, in the activations' dtype.
-
-        They are minus infinity where a column stands for no token.
-        """
-        logits_NZ, cap = multiplied(self._head_products(hidden_NE), self.logits_multiplier), self.logits_soft_cap
-        if cap is not None:
-            logits_NZ.div_(cap).tanh_().mul_(cap)
-        return self._without_spare(logits_NZ)
-
-    def _head_products(self, hidden_NE: Tensor) -> Tensor:
-        return self._tied_head(hidden_NE) if self.head is None else self.head.multiply(hidden_NE)
-
-    def _without_spare(self, logits_NZ: Tensor) -> Tensor:
-        """Make logits minus infinity where a column stands for no token."""
-        if logits_NZ.shape[1] > len(self.held_tokens):
-            logits_NZ[:, len(self.held_tokens) :] = -torch.inf
-        return logits_NZ
-
-    @torch.no_grad()
-    def draft_logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits of the tokens that are drafted, neither scaled nor capped, whose order is the same."""
-        if self._draft_head is not None:
-            return self._without_spare(self._draft_head(hidden_NE))
-        return self._without_spare(self._head_products(hidden_NE))[:, : self.num_draftable]
-
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
-        """Yield the published tensors, except the layers'.
-
-        A tied head may be published all the same: it is the embedding once more.
-        """
-        yield f"{prefix}embed_tokens.weight", spanned(self.embed_ZE, self.held_tokens, self.num_published)
-        if self.embed_norm_E is not None:
-            yield f"{prefix}embed_norm.weight", whole(self.embed_norm_E)
+        """Yield the published tensors, except the layers'."""
+        yield from self.embedding.targets(prefix)
         yield from self.ends.targets(prefix)
-        if self.head is not None or "lm_head.weight" in names:
-            rows_ZE = self.embed_ZE if self.head is None else self.head.weight_OI
-            yield "lm_head.weight", spanned(rows_ZE, self.held_tokens, self.num_published)
+        yield from self.embedding.head_targets(names)
 
     def lay_out(self, layout: Layout) -> None:
         """Choose the layout of all GEMM weights; they cannot be loaded or moved afterwards."""
         for module in self.modules():
             if isinstance(module, Projection):
                 module.lay_out(layout)
-
-
-def multiplied(x: Tensor, multiplier: float) -> Tensor:
-    """Multiply a tensor in place, and return it."""
-    return x if multiplier == 1.0 else x.mul_(multiplier)

@@ -139,7 +139,7 @@ def test_ranks_compute_what_one_does_with_experts_in_two_formats(tmp_path: Path)
 
 def test_head_stays(tmp_path: Path) -> None:
     model = check(save("qwen3_5", tmp_path, is_converted=lambda name, _: name == "lm_head.weight"))
-    assert model.decoder.head.weight.format is FP4
+    assert model.decoder.embedding.head.weight.format is FP4
 
 
 def test_fused_weights_keep_the_factor_of_each_matrix(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def formats_of(model: Any) -> dict[str, set[Format]]:
         "experts": {part.up.format for x in model.modules() if isinstance(x, Experts) for part in x.parts},
         "attention": {mixer.in_proj.weight.format for mixer in attention},
         "output": {mixer.out_proj.weight.format for mixer in attention},
-        "head": {model.decoder.head.weight.format},
+        "head": {model.decoder.embedding.head.weight.format},
     }
 
 
