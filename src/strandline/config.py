@@ -9,7 +9,15 @@ from types import NoneType
 from typing import Any, Final
 
 from strandline.errors import ConfigError
-from strandline.file_tiers import DISK, OBJECTS, ChosenTier, FileTier, read_bucket_url
+from strandline.file_tiers import (
+    DISK,
+    OBJECTS,
+    SHARED_DIRECTORY,
+    ChosenTier,
+    FileTier,
+    read_bucket_url,
+    shared_directory,
+)
 from strandline.foreign_flags import FOREIGN_FLAGS, OPTIONS_OF_SERVERS
 from strandline.ids import BLOCK_TOKENS
 from strandline.json_options import read_json_option
@@ -293,7 +301,13 @@ class EngineConfig:
         if self.disk_cache == "":
             raise ConfigError("--disk-cache must be a directory, got ''")
         if self.object_store is not None:
-            read_bucket_url(self.object_store)
+            if shared_directory(self.object_store) is None:
+                read_bucket_url(self.object_store)
+            elif self.object_store_size is None:
+                raise ConfigError(
+                    f"--object-store {self.object_store} needs --object-store-size: the size of the directory, over "
+                    "all engines that share it"
+                )
             if self.disk_cache is not None:
                 raise ConfigError(
                     "--object-store cannot be combined with --disk-cache: both are the tier below host memory; drop "
@@ -326,7 +340,9 @@ class EngineConfig:
         """The tier whose files outlive the process; None: there is none."""
         for tier, location, size in self._file_tiers:
             if location is not None:
-                return ChosenTier(tier, location, tier.default_size if size is None else size)
+                is_shared_directory = tier is OBJECTS and shared_directory(location) is not None
+                kind = SHARED_DIRECTORY if is_shared_directory else tier
+                return ChosenTier(kind, location, tier.default_size if size is None else size)
         return None
 
     def _require_cache(self) -> None:

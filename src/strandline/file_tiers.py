@@ -1,13 +1,15 @@
-"""The tiers below the device whose files outlive the process: a directory, and a bucket that engines share."""
+"""The tiers below the device whose files outlive the process: a directory, and a bucket or directory that is shared."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from strandline.errors import ConfigError
 
 _SEGMENT: Final = r"(?!\.{1,2}(?:/|$))[^/\x00-\x1f\x7f]+"
 _BUCKET_URL: Final = re.compile(rf"s3://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/+(?:({_SEGMENT}(?:/{_SEGMENT})*)/*)?)?")
+
+_DIRECTORY_URL: Final = re.compile(r"file://(/[^\x00-\x1f\x7f]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,16 @@ DISK: Final = FileTier("disk", "disk cache", "--disk-cache", "DIR", "100GiB", 0.
 OBJECTS: Final = FileTier("objects", "object store", "--object-store", "s3://BUCKET/PREFIX", "1TiB", 0.02)
 
 
+SHARED_DIRECTORY: Final = replace(OBJECTS, latency_s=0.0)
+"""A directory instead of a bucket."""
+
+
+def shared_directory(url: str) -> str | None:
+    """Return the directory that an object store is in; None: it is in a bucket."""
+    match = _DIRECTORY_URL.fullmatch(url)
+    return None if match is None else match[1]
+
+
 def read_bucket_url(url: str) -> tuple[str, str]:
     """Return the bucket of an object store, and what the names of the objects in it begin with.
 
@@ -56,5 +68,5 @@ def read_bucket_url(url: str) -> tuple[str, str]:
     """
     match = _BUCKET_URL.fullmatch(url)
     if match is None:
-        raise ConfigError(f"{OBJECTS.flag} must be s3://BUCKET or s3://BUCKET/PREFIX, got {url!r}")
+        raise ConfigError(f"{OBJECTS.flag} must be s3://BUCKET, s3://BUCKET/PREFIX or file:///DIR, got {url!r}")
     return match[1], match[2] or ""

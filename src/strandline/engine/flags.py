@@ -73,7 +73,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", metavar="SIZE", help=text)
     add("--disk-cache", metavar="DIR", help="directory for evicted entries, kept across restarts (default: none)")
     add("--disk-cache-size", metavar="SIZE", help=f"size of each engine's disk cache (default: {DISK.default_size})")
-    add("--object-store", metavar="s3://BUCKET/PREFIX", help="bucket for evicted entries, which engines share")
+    add(
+        "--object-store",
+        metavar="s3://BUCKET/PREFIX",
+        help="bucket, or file:///DIR, for evicted entries, which engines share",
+    )
     text = f"how much of it each engine uses (default: {OBJECTS.default_size})"
     add("--object-store-size", metavar="SIZE", help=text)
     text = "dtype of snapshots below the device; only float32 is exact (default: %(default)s)"

@@ -17,15 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from errno import EIO
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from secrets import token_bytes, token_hex
 from threading import Lock
 from typing import Final
-
-import numpy as np
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import ConfigError, cause_of
@@ -39,7 +36,6 @@ from strandline.transfer.disk_files import (
     cut_off,
     open_for_reading,
     read_header,
-    read_item,
     write_file,
 )
 from strandline.transfer.stored_files import (
@@ -53,8 +49,7 @@ from strandline.transfer.stored_files import (
     StoredFile,
     joined,
     kept_of,
-    require_sizes,
-    split_target,
+    read_part,
 )
 
 LOGGER: Final = logging.getLogger("strandline.disk_cache")
@@ -210,22 +205,13 @@ class DiskDirectory:
             yield self._read_part(part)
 
     def _read_part(self, part: FilePart) -> memoryview:
-        file, header, data = part.file, _header_of(part.file), np.empty(sum(part.sizes), np.uint8).data
-        require_sizes(part, header)
+        file, header = part.file, _header_of(part.file)
         try:
             descriptor = open_for_reading(self.descriptor, file.name)
         except FileNotFoundError:
             raise LostItemsError(f"{file.name} is gone", range(len(file.is_live))) from None
         try:
-            for item, target in split_target(part, data):
-                try:
-                    read_item(descriptor, header, item, file.offsets[item], target)
-                except DamagedFileError as error:
-                    raise LostItemsError(f"{file.name}: {error}", [item]) from None
-                except OSError as error:
-                    if error.errno != EIO:
-                        raise
-                    raise LostItemsError(f"{file.name}: {cause_of(error)}", [item]) from error
+            data = read_part(descriptor, part, header)
             with suppress(OSError):  # the disk may be read-only
                 os.utime(descriptor)
         finally:

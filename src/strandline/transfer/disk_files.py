@@ -144,15 +144,7 @@ def write_file(directory: int, name: str, header: Header, items: Iterable[Iterab
     file = os.open(unfinished, flags, MODE, dir_fd=directory)
     try:
         try:
-            checksums, end = [], header.start
-            for pieces in items:
-                of_item = Checksum()
-                for piece in pieces:
-                    of_item.add(piece)
-                    end += _write(file, piece, end)
-                checksums.append(of_item.value)
-            header = header._replace(checksums=tuple(checksums))
-            _write(file, encode_header(header), 0)
+            header = write_items(file, header, items)
         finally:
             os.close(file)
         os.rename(unfinished, name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -160,6 +152,20 @@ def write_file(directory: int, name: str, header: Header, items: Iterable[Iterab
         with suppress(OSError):
             os.unlink(unfinished, dir_fd=directory)
         raise
+    return header
+
+
+def write_items(file: int, header: Header, items: Iterable[Iterable[Buffer]]) -> Header:
+    """Write the items of an open file, then its header. Arguments, result and errors are those of ``write_file``."""
+    checksums, end = [], header.start
+    for pieces in items:
+        of_item = Checksum()
+        for piece in pieces:
+            of_item.add(piece)
+            end += _write(file, piece, end)
+        checksums.append(of_item.value)
+    header = header._replace(checksums=tuple(checksums))
+    _write(file, encode_header(header), 0)
     return header
 
 

@@ -58,6 +58,7 @@ class ObjectFiles:
     Attributes:
         max_file_bytes: most bytes of blocks in a file, which is assembled in memory.
         num_threads: how many read and write at once.
+        refresh_s: time from one listing to the next, at least: a request for every thousand files.
 
     Raises:
         ConfigError: the URL is wrong, or a package is not installed.
@@ -65,12 +66,12 @@ class ObjectFiles:
 
     max_file_bytes: Final = 64 * 2**20
     num_threads: Final = 16
+    refresh_s: Final = 10.0
 
     def __init__(self, url: str, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int]) -> None:
         self._bucket = Bucket(url)
         self._contents = FileContents(dict(layout), "", block_bytes, snapshot_sizes)
-        self._layout = json.dumps(dict(layout), sort_keys=True, indent=1).encode()
-        self.folder = sha256(self._layout).hexdigest()[:32]
+        self.folder, self._layout = folder_of(layout)
         self.title = f"object store {url}"
         self._damaged = set[str]()
         """Names of files whose items are not what their headers say, to be written again."""
@@ -129,7 +130,7 @@ class ObjectFiles:
             sizes: sizes of its items.
         """
         header = self._contents.new_header(path, blocks, sizes)
-        return StoredFile(_name_of(header), len(sizes), header)
+        return StoredFile(name_of(header), len(sizes), header)
 
     def write(self, file: StoredFile, items: Iterable[Iterable[Buffer]]) -> None:
         """Write a new file, unless another engine has, and it has not been found damaged.
@@ -250,7 +251,7 @@ class ObjectFiles:
             more, _ = await self._bucket.read(path, len(data), len(data) + wanted[0])
             header = decode_header(data + bytes(more), file_bytes, read_more)
         self._contents.require_same(header)
-        if _name_of(header) != name:
+        if name_of(header) != name:
             raise DamagedFileError("it has the content of another file")
         return self._contents.whole_part(header, file_bytes)
 
@@ -269,7 +270,13 @@ class ObjectFiles:
         self._bucket.close()
 
 
-def _name_of(header: Header) -> str:
+def folder_of(layout: Mapping[str, str]) -> tuple[str, bytes]:
+    """Return the name of a layout's folder, and what says there what it is of."""
+    text = json.dumps(dict(layout), sort_keys=True, indent=1).encode()
+    return sha256(text).hexdigest()[:32], text
+
+
+def name_of(header: Header) -> str:
     """Return the name of a file: what it is computed from, as a hash."""
     kind, tree, before = (header.description[each] for each in ("kind", "tree", "before"))
     content = blake2b(b"\0".join((tree.encode(), before.encode(), header.tokens)), digest_size=16)

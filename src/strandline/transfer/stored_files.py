@@ -1,19 +1,23 @@
 """What files of persistent tiers say, wherever they are kept, and what makes them usable.
 
-Files are kept in a directory (``disk_directory.py``) or in a bucket (``object_files.py``). Both write the same bytes
-(``disk_files.py``).
+Files are kept in a directory (``disk_directory.py``), in a bucket (``object_files.py``) or in a directory that engines
+share (``shared_directory.py``). All write the same bytes (``disk_files.py``).
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from errno import EIO
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
+from strandline.errors import cause_of
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
-from strandline.transfer.disk_files import DamagedFileError, Header, new_header
+from strandline.transfer.disk_files import DamagedFileError, Header, new_header, read_item
 from strandline.transfer.layout import differences
 
 BLOCKS: Final = "blocks"
@@ -202,6 +206,27 @@ def joined(each: Sequence[KeptBlocks | KeptSnapshot]) -> Kept:
     """Return what several files hold."""
     blocks = tuple(kept for kept in each if isinstance(kept, KeptBlocks))
     return Kept(blocks, tuple(kept for kept in each if isinstance(kept, KeptSnapshot)))
+
+
+def read_part(file: int, part: FilePart, header: Header) -> memoryview:
+    """Read items of an open file, and check them.
+
+    Raises:
+        LostItemsError: they are damaged, or of other sizes.
+        OSError: they cannot be read now.
+    """
+    require_sizes(part, header)
+    data, offsets = np.empty(sum(part.sizes), np.uint8).data, header.offsets()
+    for item, target in split_target(part, data):
+        try:
+            read_item(file, header, item, offsets[item], target)
+        except DamagedFileError as error:
+            raise LostItemsError(f"{part.file.name}: {error}", [item]) from None
+        except OSError as error:
+            if error.errno != EIO:
+                raise
+            raise LostItemsError(f"{part.file.name}: {cause_of(error)}", [item]) from error
+    return data
 
 
 def require_sizes(part: FilePart, header: Header) -> None:

@@ -162,7 +162,10 @@ def test_expired_objects_are_stored_again(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"object_store": "/tmp/cache"}, "--object-store must be s3://BUCKET or s3://BUCKET/PREFIX, got '/tmp/cache'"),
+        (
+            {"object_store": "/tmp/cache"},
+            "--object-store must be s3://BUCKET, s3://BUCKET/PREFIX or file:///DIR, got '/tmp/cache'",
+        ),
         ({"object_store_size": "1GiB"}, "there is none; add --object-store s3://BUCKET/PREFIX"),
         ({"object_store": "s3://b", "disk_cache": "d"}, "--object-store cannot be combined with --disk-cache"),
         ({"object_store": "s3://b", "object_store_size": "much"}, "--object-store-size must be a size"),

@@ -17,7 +17,7 @@ from strandline.device.stores.host_store import HOST_STORE, HostStore, PinnedSto
 from strandline.device.stores.snapshot_encoding import slot_encoding
 from strandline.device.stores.transfers import Transfers
 from strandline.errors import ConfigError, cause_of
-from strandline.file_tiers import DISK, OBJECTS, FileTier
+from strandline.file_tiers import DISK, OBJECTS, FileTier, shared_directory
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.records.kept import Kept
@@ -26,6 +26,7 @@ from strandline.tier_sizes import blocks_below, buffer_blocks, least_bytes_below
 from strandline.transfer.disk_directory import DiskDirectory
 from strandline.transfer.layout import layout_of
 from strandline.transfer.object_files import SALT_KEY, ObjectFiles
+from strandline.transfer.shared_directory import SharedDirectory
 from strandline.transfer.stored_files import Located
 from strandline.version import VERSION
 
@@ -102,9 +103,10 @@ def attach_stores(
     if tier is None:
         return facts, None
     layout = _layout(config, spec, weights, arena.bytes.device, ranks)
-    if tier.kind is OBJECTS:
-        files = open_object_files(tier.location, layout, spec, config.snapshot_dtype)
-        opened = _OpenFiles(FileFacts(OBJECTS, num_file_blocks, tier.location, SALT_KEY, layout), files, {})
+    if tier.kind is not DISK:
+        size_bytes = num_file_blocks * spec.block_bytes
+        files = open_object_files(tier.location, layout, spec, config.snapshot_dtype, size_bytes)
+        opened = _OpenFiles(FileFacts(tier.kind, num_file_blocks, tier.location, SALT_KEY, layout), files, {})
     else:
         sizes = spec.stored_snapshots(config.snapshot_dtype).sizes_bytes
         directory = DiskDirectory(Path(tier.location), layout, spec.raw_block_bytes, sizes, ranks.rank)
@@ -140,14 +142,23 @@ def _read_directory(directory: DiskDirectory, num_blocks: int, ranks: Ranks, *, 
     return _OpenFiles(facts, directory, found.addresses)
 
 
-def open_object_files(url: str, layout: dict[str, str], spec: ModelSpec, snapshot_dtype: str) -> ObjectFiles:
+def open_object_files(
+    url: str, layout: dict[str, str], spec: ModelSpec, snapshot_dtype: str, size_bytes: int
+) -> ObjectFiles | SharedDirectory:
     """Open the files of a layout in an object store.
+
+    Args:
+        size_bytes: the size of a shared directory. A bucket's rules expire what is old.
 
     Raises:
         ConfigError: it cannot be read or written.
     """
-    sizes = spec.stored_snapshots(snapshot_dtype).sizes_bytes
-    files = ObjectFiles(url, layout, spec.raw_block_bytes, sizes)
+    sizes, directory = spec.stored_snapshots(snapshot_dtype).sizes_bytes, shared_directory(url)
+    files: ObjectFiles | SharedDirectory
+    if directory is not None:
+        files = SharedDirectory(Path(directory), layout, spec.raw_block_bytes, sizes, size_bytes)
+    else:
+        files = ObjectFiles(url, layout, spec.raw_block_bytes, sizes)
     try:
         files.require_access()
     except OSError as error:

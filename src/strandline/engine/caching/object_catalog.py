@@ -17,15 +17,14 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.device.executor import ExecutorFacts
 from strandline.device.stores.lower_stores import open_object_files
 from strandline.errors import ConfigError, cause_of
-from strandline.file_tiers import OBJECTS
+from strandline.file_tiers import DISK, OBJECTS
 from strandline.records.actions import FoundFile
 from strandline.records.kept import KeptBlocks, KeptSnapshot
 from strandline.transfer.object_files import ObjectFiles
+from strandline.transfer.shared_directory import SharedDirectory
 from strandline.transfer.stored_files import joined, kept_of
 
 LOGGER: Final = logging.getLogger("strandline.object_store")
-REFRESH_S: Final = 10.0
-"""Time from one listing to the next, at least: a request for every thousand files."""
 MAX_SHARE: Final = 0.25
 """Share of the thread's time that listings may take: the next one of a large store comes later."""
 USED: Final = float("inf")
@@ -59,7 +58,7 @@ class ObjectCatalog:
         OSError: the first listing has failed.
     """
 
-    def __init__(self, files: ObjectFiles, *, has_snapshots: bool) -> None:
+    def __init__(self, files: ObjectFiles | SharedDirectory, *, has_snapshots: bool) -> None:
         self._files = files
         self._known = KnownPaths(has_snapshots=has_snapshots)
         self._seen = dict[str, float]()
@@ -108,7 +107,7 @@ class ObjectCatalog:
             self._warn("some files of the %s could not be read; they are found later: %s", error)
 
     def _run(self) -> None:
-        wait_s = REFRESH_S
+        wait_s = self._files.refresh_s
         while not self._is_closed.wait(wait_s):
             start_s = SYSTEM_CLOCK()
             try:
@@ -118,7 +117,7 @@ class ObjectCatalog:
             except Exception:
                 # The edge of the thread: it goes on.
                 LOGGER.exception("what is in the %s could not be found", self._files.title)
-            wait_s = max(REFRESH_S, (SYSTEM_CLOCK() - start_s) / MAX_SHARE)
+            wait_s = max(self._files.refresh_s, (SYSTEM_CLOCK() - start_s) / MAX_SHARE)
 
     def _warn(self, text: str, error: OSError) -> None:
         """Log why something of the store is not found, but seldom."""
@@ -169,9 +168,9 @@ def open_discoveries(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) ->
         ConfigError: the object store cannot be listed.
     """
     found, spec = facts.lower.files, facts.spec
-    if found is None or found.tier != OBJECTS or not loads.tiers:
+    if found is None or found.tier is DISK or not loads.tiers:
         return None
-    files = open_object_files(found.location, found.layout, spec, snapshot_dtype)
+    files = open_object_files(found.location, found.layout, spec, snapshot_dtype, found.num_blocks * spec.block_bytes)
     try:
         catalog = ObjectCatalog(files, has_snapshots=spec.stored_snapshots(snapshot_dtype).max_blocks > 0)
     except OSError as error:

@@ -1,0 +1,347 @@
+"""Files of persistent tiers in a directory that all engines of a machine share, such as one in ``/dev/shm``.
+
+Names and folders are those of a bucket (``object_files.py``). A directory has no rules that expire what is old, so its
+size is bounded here, over all models, engines and ranks: the engine that writes removes the files that were used least
+recently. Loads set the time of use.
+
+Room is reserved under a lock before a file is written: the unfinished file has its full size at once. Its writer holds
+a lock of that file, so a file that a killed process has left is recognized and removed. The lock's file has the sum of
+all sizes, an upper bound that is counted again when it reaches the limit.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from errno import ENOSPC
+from pathlib import Path
+from secrets import token_hex
+from typing import Final, NamedTuple
+
+from strandline.clock import SYSTEM_CLOCK
+from strandline.errors import ConfigError, cause_of
+from strandline.records.actions import StoredBlocks, StoredPath
+from strandline.transfer.bucket import ObjectInfo
+from strandline.transfer.checksum import Buffer
+from strandline.transfer.disk_files import ALIGN_BYTES, MODE, DamagedFileError, Header, read_header, write_items
+from strandline.transfer.object_files import LAYOUT, folder_of, name_of
+from strandline.transfer.stored_files import (
+    FILE_NAME,
+    FileContents,
+    FilePart,
+    LostItemsError,
+    StoredFile,
+    read_part,
+)
+
+LOGGER: Final = logging.getLogger("strandline.object_store")
+LOCK: Final = "lock"
+FOLDER: Final = re.compile(r"[0-9a-f]{32}")
+UNFINISHED: Final = re.compile(rf"{FILE_NAME.pattern}\.[0-9a-f]{{16}}\.tmp")
+FREED_SHARE: Final = 16
+"""When the directory is full, this part of its size is freed at once, so that files are seldom counted."""
+UNUSED_NS: Final = 2**63
+"""Instead of the time of last use: the file is being written."""
+OTHERS: Final = 0o077
+"""Permissions of other users."""
+
+
+class _Entry(NamedTuple):
+    """A file of the directory, by its last use."""
+
+    used_ns: int
+    num_bytes: int
+    path: Path
+
+
+class SharedDirectory:
+    """The files of one layout in a directory. Any thread may call.
+
+    Args:
+        root: the directory, created if need be, for its owner alone.
+        layout: what must be equal for bytes to mean the same; with several ranks, it names the rank.
+        block_bytes: the size of a block.
+        snapshot_sizes: sizes that a snapshot may have.
+        max_bytes: size of the directory over all layouts.
+
+    Attributes:
+        max_file_bytes: most bytes of blocks in a file.
+        num_threads: how many read and write at once.
+        refresh_s: time from one listing to the next.
+    """
+
+    max_file_bytes: Final = 64 * 2**20
+    num_threads: Final = 4
+    refresh_s: Final = 2.0
+
+    def __init__(
+        self, root: Path, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int], max_bytes: int
+    ) -> None:
+        self._root, self._max_bytes = root, max_bytes
+        self._contents = FileContents(dict(layout), "", block_bytes, snapshot_sizes)
+        folder, self._layout = folder_of(layout)
+        self.folder = root / folder
+        self.title = f"object store {root}"
+
+    def require_access(self) -> None:
+        """Create the directory, and write what the folder is of.
+
+        Raises:
+            ConfigError: the directory is another user's or is readable by others, or its file system is too small.
+            OSError: it cannot be read or written.
+        """
+        self._create()
+        status = os.lstat(self._root)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & OTHERS:
+            raise ConfigError(
+                f"--object-store file://{self._root} must be a directory of this user that no other user can read; "
+                f"give a new one, or run: chmod 700 {self._root}"
+            )
+        room = os.statvfs(self._root)
+        if self._max_bytes > room.f_blocks * room.f_frsize:
+            raise ConfigError(
+                f"--object-store-size of {self._max_bytes:,} bytes is more than the file system of {self._root} has, "
+                f"{room.f_blocks * room.f_frsize:,} bytes; lower it, or enlarge the file system (a container's "
+                "/dev/shm with --shm-size)"
+            )
+        (self.folder / LAYOUT).write_bytes(self._layout)
+
+    def _create(self) -> None:
+        for path in (self._root, self.folder):  # each with its own mode, which parents do not get
+            os.makedirs(path, mode=0o700, exist_ok=True)
+
+    def list(self) -> list[ObjectInfo]:
+        """Return all files of the folder that are whole.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        found = list[ObjectInfo]()
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if FILE_NAME.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append(ObjectInfo(entry.name, status.st_size, status.st_mtime))
+        return found
+
+    def headers(self, names: Sequence[str]) -> Iterator[Header | OSError | None]:
+        """Yield the header of each file, or the error that prevents reading it now; None: it is gone, or of no use."""
+        for name in names:
+            try:
+                with self._opened(name) as file:
+                    header: Header | OSError | None = self._read_header(file, name)
+            except FileNotFoundError:
+                header = None
+            except OSError as error:
+                header = error
+            except DamagedFileError as error:
+                LOGGER.warning("%s of the %s is not used: %s", name, self.title, error)
+                header = None
+            yield header
+
+    def new_file(self, path: StoredPath, blocks: StoredBlocks | None, sizes: tuple[int, ...]) -> StoredFile:
+        """Return the file, not written yet, of some of a path's blocks; None: of its snapshot.
+
+        Args:
+            sizes: sizes of its items.
+        """
+        header = self._contents.new_header(path, blocks, sizes)
+        return StoredFile(name_of(header), len(sizes), header)
+
+    def write(self, file: StoredFile, items: Iterable[Iterable[Buffer]]) -> None:
+        """Write a new file, unless another engine has; that one counts as used now.
+
+        Args:
+            items: the bytes of each, in pieces.
+
+        Raises:
+            OSError: it cannot be written now; nothing is left.
+        """
+        header = file.header
+        if header is None:
+            raise DamagedFileError(f"{file.name} has no header")
+        path = self.folder / file.name
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            with self._reserved(file.name, header.offsets()[-1]) as (unfinished, descriptor):
+                write_items(descriptor, header, items)
+                os.rename(unfinished, path)
+        file.header = None
+
+    def read(self, parts: Sequence[FilePart], deadline_s: float) -> Iterator[memoryview]:
+        """Yield the bytes of each part, checked, one after the other.
+
+        Raises:
+            LostItemsError: items of the next part are gone or damaged.
+            OSError: they cannot be read now, or the deadline has passed.
+        """
+        for part in parts:
+            if SYSTEM_CLOCK() >= deadline_s:
+                raise TimeoutError("computing takes less time")
+            yield self._read_part(part)
+
+    def _read_part(self, part: FilePart) -> memoryview:
+        """Read a part with its header: another engine may have written the file again meanwhile."""
+        name, all_items = part.file.name, range(len(part.file.is_live))
+        try:
+            with self._opened(name) as file:
+                data = read_part(file, part, self._read_header(file, name))
+                with suppress(OSError):
+                    os.utime(file)
+                return data
+        except FileNotFoundError:
+            raise LostItemsError(f"{name} is gone", all_items) from None
+        except DamagedFileError as error:
+            self._unlink(self.folder / name)
+            raise LostItemsError(f"{name}: {error}", all_items) from None
+        except LostItemsError:
+            self._unlink(self.folder / name)
+            raise
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        file = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def _read_header(self, file: int, name: str) -> Header:
+        """Read the header of an open file.
+
+        Raises:
+            DamagedFileError: it is of no use.
+            OSError: it cannot be read now.
+        """
+        header = read_header(file)
+        self._contents.require_same(header)
+        if name_of(header) != name:
+            raise DamagedFileError("it has the content of another file")
+        return self._contents.whole_part(header, os.fstat(file).st_size)
+
+    # Room
+
+    @contextmanager
+    def _reserved(self, name: str, num_bytes: int) -> Iterator[tuple[Path, int]]:
+        """Make room for a file and create it under another name; remove it unless it is renamed.
+
+        Raises:
+            OSError: it is larger than the directory, or cannot be created or written now.
+        """
+        unfinished = self.folder / f"{name}.{token_hex(8)}.tmp"
+        self._create()
+        with self._counted() as lock:
+            used = _read_count(lock)
+            if used + _rounded(num_bytes) > self._max_bytes:
+                used = self._make_room(self._max_bytes - _rounded(num_bytes))
+            _write_count(lock, used + _rounded(num_bytes))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(unfinished, flags, MODE)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.ftruncate(descriptor, num_bytes)
+        try:
+            yield unfinished, descriptor
+        except OSError as error:
+            self._unlink(unfinished)
+            if error.errno == ENOSPC:  # other programs use the file system, too
+                with self._counted() as lock:
+                    _write_count(lock, self._make_room(sum(each.num_bytes for each in self._entries()) - 1))
+            raise
+        finally:
+            self._unlink(unfinished)
+            os.close(descriptor)
+
+    @contextmanager
+    def _counted(self) -> Iterator[int]:
+        """Lock the directory against other writers; the file that is locked has the sum of its sizes."""
+        lock = os.open(self._root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield lock
+        finally:
+            os.close(lock)
+
+    def _make_room(self, max_bytes: int) -> int:
+        """Remove the files that were used least recently, if there are more bytes; return how many remain.
+
+        Raises:
+            OSError: what is being written leaves no room.
+        """
+        entries = sorted(self._entries())
+        used = sum(each.num_bytes for each in entries)
+        most = used if used <= max_bytes else max_bytes - self._max_bytes // FREED_SHARE
+        for entry in entries:
+            if used <= most or entry.used_ns == UNUSED_NS:
+                break
+            self._unlink(entry.path)
+            used -= entry.num_bytes
+        if used > max(max_bytes, 0):
+            raise OSError(ENOSPC, f"--object-store-size {self._max_bytes:,} bytes leaves no room for a file")
+        return used
+
+    def _entries(self) -> Iterator[_Entry]:
+        """Yield all files of all layouts; remove what a killed process has left unfinished."""
+        for folder in filter(FOLDER.fullmatch, os.listdir(self._root)):
+            with suppress(FileNotFoundError), os.scandir(self._root / folder) as entries:
+                for entry in entries:
+                    is_unfinished = UNFINISHED.fullmatch(entry.name)
+                    if not (is_unfinished or FILE_NAME.fullmatch(entry.name)):
+                        continue
+                    with suppress(FileNotFoundError):
+                        if is_unfinished and _is_abandoned(entry.path):
+                            self._unlink(Path(entry.path))
+                        else:
+                            status = entry.stat(follow_symlinks=False)
+                            used_ns = UNUSED_NS if is_unfinished else status.st_mtime_ns
+                            yield _Entry(used_ns, _rounded(status.st_size), Path(entry.path))
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            LOGGER.warning("cannot remove %s from the %s: %s", path.name, self.title, cause_of(error))
+
+    def shrink(self, file: StoredFile) -> None:
+        """Do nothing: other engines may use it."""
+
+    def remove(self, file: StoredFile) -> None:
+        """Do nothing: other engines may use it."""
+
+    def measure_free_bytes(self) -> int | None:
+        """Return None: room is made by removing files."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: nothing is open between calls."""
+
+
+def _rounded(num_bytes: int) -> int:
+    """Return what a file of some bytes takes."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _read_count(lock: int) -> int:
+    """Return the sum of sizes that the lock's file has; 0: it is new."""
+    data = os.pread(lock, 20, 0).strip()
+    return int(data) if data.isdigit() else 0
+
+
+def _write_count(lock: int, num_bytes: int) -> None:
+    os.pwrite(lock, f"{num_bytes:20}".encode(), 0)
+
+
+def _is_abandoned(path: str) -> bool:
+    """Return whether no process is writing a file."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
