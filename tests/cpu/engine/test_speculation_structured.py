@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.records.outputs import RequestOutput
 from strandline.records.sampling_params import StructuredOutputsParams
 
 NGRAM = {
@@ -40,8 +41,10 @@ SAMPLERS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def plain() -> LLM:
-    return load(None)
+def expected() -> list[RequestOutput]:
+    """What plain decoding answers with each sampler."""
+    llm = load(None)
+    return [answer(llm, options) for options in SAMPLERS]
 
 
 @pytest.fixture(scope="module", params=[NGRAM, MTP, SUFFIX], ids=["ngram", "mtp", "suffix"])
@@ -53,26 +56,29 @@ def load(config: dict[str, Any] | None) -> LLM:
     return LLM("demo", memory="64MiB", dtype="float32", device="cpu", speculative_config=config)
 
 
-def test_structured_outputs_with_block_drafts_equal_plain_decoding(plain: LLM) -> None:
-    llm, structure = load(DFLASH), StructuredOutputsParams(json=SCHEMA)
-    messages = [{"role": "user", "content": PROMPT}]
-    for options in SAMPLERS:
-        params = SamplingParams(max_tokens=300, structured_outputs=structure, **options)
-        [expected], [found] = (each.chat(messages, params, use_tqdm=False) for each in (plain, llm))
-        assert [x.token_ids for x in found.outputs] == [x.token_ids for x in expected.outputs]
+def answer(llm: LLM, options: dict[str, Any]) -> RequestOutput:
+    params = SamplingParams(max_tokens=300, structured_outputs=StructuredOutputsParams(json=SCHEMA), **options)
+    [output] = llm.chat([{"role": "user", "content": PROMPT}], params, use_tqdm=False)
+    return output
+
+
+def test_structured_outputs_with_block_drafts_equal_plain_decoding(expected: list[RequestOutput]) -> None:
+    llm = load(DFLASH)
+    for options, plain in zip(SAMPLERS, expected, strict=True):
+        found = answer(llm, options)
+        assert [x.token_ids for x in found.outputs] == [x.token_ids for x in plain.outputs]
         assert found.speculation.num_drafts > 0
     # It was not trained on JSON: few drafts agree.
     assert llm.engine.core.stats().speculation.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_structured_outputs_are_those_of_plain_decoding(plain: LLM, speculating: LLM, options: dict[str, Any]) -> None:
-    structure = StructuredOutputsParams(json=SCHEMA)
-    params = SamplingParams(max_tokens=300, structured_outputs=structure, **options)
-    messages = [{"role": "user", "content": PROMPT}]
-    [expected], [found] = (llm.chat(messages, params, use_tqdm=False) for llm in (plain, speculating))
+def test_structured_outputs_are_those_of_plain_decoding(
+    expected: list[RequestOutput], speculating: LLM, options: dict[str, Any]
+) -> None:
+    found = answer(speculating, options)
     assert found.speculation.num_accepted_tokens > 0
-    for left, right in zip(expected.outputs, found.outputs, strict=True):
+    for left, right in zip(expected[SAMPLERS.index(options)].outputs, found.outputs, strict=True):
         assert (left.token_ids, left.text, left.finish_reason) == (right.token_ids, right.text, "stop")
         assert len(json.loads(right.text)) == NUM_ENTRIES
         if right.logprobs is not None:
