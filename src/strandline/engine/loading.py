@@ -132,7 +132,9 @@ def load_uni_executor(
     with compiling(config, device, ranks.rank) as compilation:
         ranks.connect()
         model = loader.load()
-    loading_s = {"compilation": compilation.waited_s, "weights": SYSTEM_CLOCK() - start_s - compilation.waited_s}
+    loading_s = {"weights": SYSTEM_CLOCK() - start_s - compilation.waited_s}
+    if device.type == "cuda":  # kernels for CPUs are compiled when they are bound
+        loading_s["compilation"] = compilation.waited_s
     _warn([unused_note(model.weights_report)] if shard.is_first else ())
     if storage.keeps_quantized and device.type == "cuda":
         _warn([kept_note(model.weights_report), peak_note(device)])

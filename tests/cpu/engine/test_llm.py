@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -500,3 +501,8 @@ def test_engine_on_a_cpu_prefaults_the_first_memory(make_llm: MakeLLM, monkeypat
 def test_several_engines_are_for_servers(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="LLM is one engine, and data_parallel_size is 2: run 'strandline serve"):
         LLM(str(model_dir), data_parallel_size=2)
+
+
+def test_start_on_a_cpu_has_no_phase_of_gpus(llm: LLM) -> None:
+    [line] = [text for text in llm.engine.describe() if text.startswith("start:")]
+    assert re.fullmatch(r"start: weights \S+ s, kernels \S+ s, memory \S+ s", line)
