@@ -1,17 +1,14 @@
 """What of a model is built, and in which form: chosen once from an engine's configuration, and passed whole."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from strandline.config_fields import DTYPES, Fields
 from strandline.model_config import ModelConfig
-from strandline.models.adapter_slots import AdapterSlots, SlotSizes
+from strandline.models.adapter_slots import SlotSizes
 from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.layers.site import Site, matrices_without_memory
-from strandline.models.registry import builder_for
 from strandline.picture_config import PictureConfig
 
 
@@ -55,25 +52,3 @@ def published_dtype(config: ModelConfig) -> torch.dtype:
     named = config.dtype.removeprefix("torch.") if isinstance(config.dtype, str) else config.dtype
     dtype: torch.dtype = getattr(torch, Fields({"dtype": named}).choice("dtype", DTYPES, default="bfloat16"))
     return dtype
-
-
-def build_model(config: ModelConfig, options: ModelOptions) -> Any:
-    """Return a model whose parameters have no values yet; matrices have no memory where they may stay quantised.
-
-    Raises:
-        ConfigError: the architecture or a setting is not supported.
-    """
-    with matrices_without_memory() if options.keeps_quantized else nullcontext():
-        model: Any = builder_for(config)(config, Site(options.dtype_of(config), options.device, options.shard))
-        if options.with_draft_layer:
-            model.add_draft_layer()
-    if options.pictures is not None:
-        model.add_tower(options.pictures)
-    if options.adapter_slots is not None:
-        targets = dict(model.targets(frozenset()))
-        model.adapters = AdapterSlots(model.decoder, targets, options.adapter_slots, options.device)
-    if options.kv_cache_dtype is not None:
-        model.use_kv_cache_dtype(options.kv_cache_dtype)
-    if options.records_routing:
-        model.record_routing()
-    return model

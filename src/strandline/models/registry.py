@@ -1,8 +1,10 @@
-"""The supported architectures, by their published names."""
+"""The supported architectures, by their published names, and the building of their models."""
 
-from typing import Protocol
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 from strandline.model_config import ModelConfig
+from strandline.models.adapter_slots import AdapterSlots
 from strandline.models.bailing_hybrid import build_bailing_hybrid
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
@@ -16,13 +18,14 @@ from strandline.models.inkling2 import build_inkling2
 from strandline.models.jamba import build_jamba
 from strandline.models.kimi_linear import build_kimi_linear
 from strandline.models.lara_mini import build_lara_mini
-from strandline.models.layers.site import Site
+from strandline.models.layers.site import Site, matrices_without_memory
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.lfm3 import build_lfm3
 from strandline.models.llama import build_llama
 from strandline.models.mamba import build_falcon_mamba, build_mamba
 from strandline.models.mamba2 import build_mamba2
 from strandline.models.minimax import build_minimax
+from strandline.models.model_options import ModelOptions
 from strandline.models.nemotron_h import build_nemotron_h
 from strandline.models.olmo_hybrid import build_olmo_hybrid
 from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
@@ -97,3 +100,25 @@ ARCHITECTURES: dict[str, Builder] = {
 def builder_for(config: ModelConfig) -> Builder:
     """Return the builder for a configuration's architecture."""
     return ARCHITECTURES[config.architecture]
+
+
+def build_model(config: ModelConfig, options: ModelOptions) -> Any:
+    """Return a model whose parameters have no values yet; matrices have no memory where they may stay quantised.
+
+    Raises:
+        ConfigError: the architecture or a setting is not supported.
+    """
+    with matrices_without_memory() if options.keeps_quantized else nullcontext():
+        model: Any = builder_for(config)(config, Site(options.dtype_of(config), options.device, options.shard))
+        if options.with_draft_layer:
+            model.add_draft_layer()
+    if options.pictures is not None:
+        model.add_tower(options.pictures)
+    if options.adapter_slots is not None:
+        targets = dict(model.targets(frozenset()))
+        model.adapters = AdapterSlots(model.decoder, targets, options.adapter_slots, options.device)
+    if options.kv_cache_dtype is not None:
+        model.use_kv_cache_dtype(options.kv_cache_dtype)
+    if options.records_routing:
+        model.record_routing()
+    return model

@@ -22,7 +22,8 @@ from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.protocol import LoadableModel
 from strandline.models.layers.targets import Target, base_of
-from strandline.models.model_options import AS_PUBLISHED, ModelOptions, build_model, published_dtype
+from strandline.models.model_options import AS_PUBLISHED, ModelOptions, published_dtype
+from strandline.models.registry import build_model
 from strandline.models.storage.adapter_files import AdapterFiles
 from strandline.models.storage.adapter_names import place_adapter
 from strandline.models.storage.conversion import quantized_like

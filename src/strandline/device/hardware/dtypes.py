@@ -22,7 +22,8 @@ from strandline.model_config import ModelConfig
 from strandline.models.causal_lm import CausalLM
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
-from strandline.models.model_options import AS_PUBLISHED, ModelOptions, build_model, published_dtype
+from strandline.models.model_options import AS_PUBLISHED, ModelOptions, published_dtype
+from strandline.models.registry import build_model
 from strandline.models.storage.formats import WeightFormat, read_formats
 from strandline.models.storage.published_names import DRAFT_PREFIXES
 from strandline.models.weights import WeightsReport
