@@ -6,7 +6,7 @@ with some decodes. A step is padded to the size of the graph that is replayed (`
 must not need the host.
 
 The first graph of a step fills in what the host did not know yet, and runs the model up to the final hidden states; of
-decodes without drafts, up to the most likely tokens. Then tokens are chosen. The second graph, the *tail*, does what
+decodes without drafts, up to the most likely tokens. Then tokens are chosen. The second graph, the *finish*, does what
 needs these: with drafts, it counts which of them agree, and drafts for the next step; without, it stores the keys and
 values of a draft layer. So the next step may be launched before the host knows what this one found.
 
@@ -94,7 +94,7 @@ class CapturedStep:
         self._num_decodes = 0
         """Those of the step that is replayed."""
         self.graph: Graph
-        self.tail: Graph | None = None
+        self.finish_graph: Graph | None = None
         """None: nothing needs the tokens."""
         self.batch: DeviceBatch
         """Set by the graph; its tables are in the graph's memory."""
@@ -144,8 +144,8 @@ class CapturedStep:
         size = self.padded.size
         if size.has_drafts:
             self._take(chosen)
-        if self.tail is not None:
-            self.tail.replay()
+        if self.finish_graph is not None:
+            self.finish_graph.replay()
         if not size.has_drafts:
             return
         chosen.tokens_R, chosen.num_accepted_N = self.tokens_T[chosen.rows], self.num_accepted_N[: self._num_decodes]
@@ -213,13 +213,13 @@ class StepGraphs:
             captured.append(step)
             # Compiles the kernel at the start: it is launched before a graph, not in it.
             step.upload(None)
-            tails = list[Callable[[], None]]()
+            finishes = list[Callable[[], None]]()
             if size.has_drafts:
-                tails.append(partial(self._verify, step))
+                finishes.append(partial(self._verify, step))
             elif drafter is not None and drafter.keeps_pairs and not size.num_prompts:
-                tails.append(partial(self._keep, step, drafter))
-            step.graph, *graphs = self._captured([partial(self._step, step), *tails])
-            step.tail = next(iter(graphs), None)
+                finishes.append(partial(self._keep, step, drafter))
+            step.graph, *graphs = self._captured([partial(self._step, step), *finishes])
+            step.finish_graph = next(iter(graphs), None)
         self._plain = [step for step in captured[::-1] if not step.padded.size.has_drafts]
         self._with_drafts = [step for step in captured[::-1] if step.padded.size.has_drafts]
 
