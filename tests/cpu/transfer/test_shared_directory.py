@@ -154,6 +154,15 @@ def test_damaged_files_are_lost_and_removed(tmp_path: Path) -> None:
     assert list(files.headers([file.name])) == [None]
 
 
+def test_a_file_under_the_name_of_another_is_not_used(tmp_path: Path) -> None:
+    files = opened(tmp_path)
+    first, second = write(files, 1), write(files, 2)
+    os.replace(files.folder / first.name, files.folder / second.name)
+    assert list(files.headers([second.name])) == [None]
+    with pytest.raises(LostItemsError, match="content of another file"):
+        read(files, second.name)
+
+
 def test_a_removed_directory_is_created_again(tmp_path: Path) -> None:
     files = opened(tmp_path)
     write(files, 1)
