@@ -148,7 +148,7 @@ class Taps(nn.Module):
             yield f"{prefix}bias", split(self.bias_C)
 
 
-class ComposedFilter(nn.Module):
+class ComputedFilter(nn.Module):
     """Memory for a filter that is computed from parameters: zeros, until ``use_kernels`` of a subclass fills it.
 
     Args:
@@ -164,7 +164,7 @@ class ComposedFilter(nn.Module):
         self.register_buffer("weight_CW", filter_CW, persistent=False)
 
 
-class ResidualTaps(ComposedFilter):
+class ResidualTaps(ComputedFilter):
     """Taps of a convolution whose inputs are added to its results; float32, whatever the inputs are.
 
     Args:
@@ -186,7 +186,7 @@ class ResidualTaps(ComposedFilter):
         self.weight_CW.mul_(self.scale)
 
 
-class Delays(ComposedFilter):
+class Delays(ComputedFilter):
     """Delays copies of channels: all by one token, then all by two tokens, and so on."""
 
     bias_C = None

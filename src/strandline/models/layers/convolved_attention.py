@@ -27,7 +27,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.rerun import DraftLog, draft_log
 from strandline.models.layers.attention_parts import AttentionConfig, KeyValues, QueryKeyNorm
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComposedFilter
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComputedFilter
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -66,7 +66,7 @@ class ConvolvedAttentionMemory:
     log: DraftLog
 
 
-class DelayedTaps(ComposedFilter):
+class DelayedTaps(ComputedFilter):
     """The taps at each delay, for copies of the channels, and others that delay channels by one token.
 
     Args:

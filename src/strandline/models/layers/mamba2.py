@@ -32,7 +32,7 @@ from strandline.kernels.recurrences.rerun import of_step
 from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComposedFilter, Taps
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComputedFilter, Taps
 from strandline.models.layers.projection import Projection, SummedProjection
 from strandline.models.layers.recurrent import RecurrentMemory, mix_parts
 from strandline.models.layers.shard import Shard
@@ -128,7 +128,7 @@ def _read_dt_limit(fields: Fields) -> tuple[float, float]:
     return limit[0], limit[1]
 
 
-class ScaledTaps(ComposedFilter):
+class ScaledTaps(ComputedFilter):
     """Taps times a factor of each channel's inputs: float32, as products are.
 
     Args:

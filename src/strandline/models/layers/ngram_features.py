@@ -31,7 +31,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.rerun import DraftLog
 from strandline.kernels.streams.gates import FeatureNorms, add_gated, gate_features
-from strandline.models.layers.convolution import CausalConvolution, ComposedFilter, Delays
+from strandline.models.layers.convolution import CausalConvolution, ComputedFilter, Delays
 from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, LayerStates, MixerT_co
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.site import Site
@@ -143,7 +143,7 @@ def _splitmix64(state: int) -> int:
     return value ^ (value >> 31)
 
 
-class DilatedTaps(ComposedFilter):
+class DilatedTaps(ComputedFilter):
     """Taps that are some tokens apart."""
 
     bias_C = None
