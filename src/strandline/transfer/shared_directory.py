@@ -170,7 +170,8 @@ class SharedDirectory:
         except FileNotFoundError:
             with self._reserved(file.name, header.offsets()[-1]) as (unfinished, descriptor):
                 write_items(descriptor, header, items)
-                os.rename(unfinished, path)
+                with self._counted():  # a file that is renamed while others count may be missed
+                    os.rename(unfinished, path)
         file.header = None
 
     def read(self, parts: Sequence[FilePart], deadline_s: float) -> Iterator[memoryview]:

@@ -197,6 +197,18 @@ class Locked:
         return True
 
 
+def test_files_are_renamed_while_no_other_engine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, rename, free = opened(tmp_path), os.rename, list[bool]()
+
+    def check_and_rename(source: Path, target: Path) -> None:
+        free.append(Locked(files._root / "lock").is_free())
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", check_and_rename)
+    write(files, 1)
+    assert free == [False]
+
+
 def test_the_lock_is_free_while_a_file_is_written(tmp_path: Path) -> None:
     files = opened(tmp_path)
     with files._reserved(f"{1:032x}.snapshot", 100) as (unfinished, _):
