@@ -53,9 +53,10 @@ def decode_gdn_logged(batch: int, logged: int | None, state_dtype: torch.dtype, 
     "mamba2/decode-logged",
     batch=(1, 4, 16, 64, 256, 1024),
     logged=LOGGED,
+    kind={name: KINDS[name] for name in ("mamba2", "mamba2-of-256")},
     tiny={"batch": 2, "logged": 1, "kind": TINY_KINDS["mamba2"]},
 )
-def decode_mamba2_logged(batch: int, logged: int | None, kind: Kind = KINDS["mamba2"]) -> Work:
+def decode_mamba2_logged(batch: int, logged: int | None, kind: Kind) -> Work:
     """Return decode steps of Mamba-2."""
     work = decode_logged(mamba2_decode_logged, kind, kind.tokens[1][0], batch, logged)
     return replace(work, launches=partial(decodes, "mamba2_log_triton"))

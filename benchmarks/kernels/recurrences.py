@@ -292,6 +292,7 @@ KINDS = {
     "gdn-of-2-ranks": gdn(16),
     "gdn-bfloat16-states": gdn(32, state_dtype=torch.bfloat16),
     "mamba2": mamba2(64, 64, 8, 128),  # Nemotron-3-Nano-30B-A3B
+    "mamba2-of-256": mamba2(24, 128, 1, 256),  # Falcon-H1-7B
     "kda": kda(32),  # Kimi-Linear-48B-A3B
     "lightning": lightning(64),  # MiniMax-Text-01
     "rglru": rglru(4096),  # RecurrentGemma-9B
@@ -303,6 +304,7 @@ TINY_KINDS = {
     "gdn-of-2-ranks": gdn(2, 16),
     "gdn-bfloat16-states": gdn(2, 16, torch.bfloat16),
     "mamba2": mamba2(2, 16, 1, 16),
+    "mamba2-of-256": mamba2(2, 16, 1, 32),
     "kda": kda(1, 16),
     "lightning": lightning(1, 16),
     "rglru": rglru(32),

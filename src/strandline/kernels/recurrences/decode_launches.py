@@ -6,6 +6,7 @@ Times are of an H200, in µs, and those of heads are of a delta rule with 32 (be
 from typing import Final, NamedTuple
 
 from strandline.kernels.operation import Launches
+from strandline.kernels.sizes import next_power_of_2
 
 
 class DecodeLaunch(NamedTuple):
@@ -44,6 +45,18 @@ CHANNELS: Final = DecodeLaunches(few=DecodeLaunch(32, 4), max_few=8, many=Decode
 """Every channel has a state of its own. For few: 4 of a state's numbers, one load, are a thread's: 3.7 for 8 sequences
 of 8,192 channels, with 16 channels and 2 warps 6.0. For many: more of what a program loads once, its projections and
 addresses, is shared by more channels."""
+
+
+MAX_NUMBERS: Final = 128
+"""A state's numbers that a thread holds; every GPU gives it 255 registers. With 256, from 32 columns of 256 keys in one
+warp, a decode with a log keeps 0.9 to 1.1 KB of a thread in memory and takes 1.7 times as long
+(benchmarks/results/2026-11-29-h200.md)."""
+
+
+def fit_registers(launch: DecodeLaunch, key_dim: int) -> DecodeLaunch:
+    """Return the launch with as many warps as have registers for states of ``key_dim`` keys."""
+    num_warps = launch.block_v * next_power_of_2(key_dim) // (MAX_NUMBERS * 32)
+    return launch._replace(num_warps=max(launch.num_warps, num_warps))
 
 
 def choose_decode(measured: DecodeLaunches, num_sequences: int, launches: Launches = Launches.MEASURED) -> DecodeLaunch:

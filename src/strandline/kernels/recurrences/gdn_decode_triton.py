@@ -29,7 +29,13 @@ from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.operation import Launches
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
-from strandline.kernels.recurrences.decode_launches import HEADS, HEADS_WITH_LOG, DecodeLaunch, choose_decode
+from strandline.kernels.recurrences.decode_launches import (
+    HEADS,
+    HEADS_WITH_LOG,
+    DecodeLaunch,
+    choose_decode,
+    fit_registers,
+)
 from strandline.kernels.recurrences.gdn import L2_NORM_EPS, GatedDeltaInputs
 from strandline.kernels.recurrences.gdn_log import LogMemory
 from strandline.kernels.recurrences.gdn_log_triton import add_logged, load_logged, weights_of_logged
@@ -71,6 +77,7 @@ def _decode(
     num_sequences, num_heads, value_dim = v_NHV.shape
     num_key_heads, key_dim = k_NGK.shape[1:]
     out_NHV = torch.empty((num_sequences, num_heads, value_dim), dtype=q_NGK.dtype, device=q_NGK.device)
+    launch = fit_registers(launch, key_dim)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     _decode_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](
         *tensors,

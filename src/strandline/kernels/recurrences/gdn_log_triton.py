@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strandline.kernels.recurrences.decode_launches import HEADS_WITH_LOG, fit_registers
 from strandline.kernels.recurrences.gdn_log import LogMemory
 from strandline.kernels.sizes import cdiv, next_power_of_2
 
-FOLD_BLOCK_V, FOLD_WARPS = 32, 1
+FOLD = HEADS_WITH_LOG.many
 """As in most decode steps with a log."""
 
 
@@ -21,7 +22,8 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
     """As ``gdn_log.gdn_fold``: one launch."""
     num_layers, _, num_heads, key_dim, value_dim = state_RSHKV.shape
     num_logs, num_key_heads, num_entries = memory.key_JGLK.shape[1:4]
-    block_v = min(FOLD_BLOCK_V, next_power_of_2(value_dim))
+    launch = fit_registers(FOLD, key_dim)
+    block_v = min(launch.block_v, next_power_of_2(value_dim))
     # In one dimension: others of a launch have 65,535 programs at most, fewer than many sequences have heads.
     _fold_kernel[(cdiv(value_dim, block_v) * num_heads * len(slot_N), num_layers)](
         state_RSHKV,
@@ -41,7 +43,7 @@ def gdn_fold(state_RSHKV: Tensor, memory: LogMemory, slot_N: Tensor, log_N: Tens
         L=num_entries,
         BLOCK_K=next_power_of_2(key_dim),
         BLOCK_V=block_v,
-        num_warps=FOLD_WARPS,
+        num_warps=launch.num_warps,
     )
 
 

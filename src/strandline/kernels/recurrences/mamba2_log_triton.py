@@ -25,7 +25,7 @@ from torch import Tensor
 from strandline.kernels.batch import LogBatch, Slots
 from strandline.kernels.overlap_triton import overlap_options, release_next, wait_for_previous
 from strandline.kernels.recurrences.chunkwise import MIN_LOG_DECAY
-from strandline.kernels.recurrences.decode_launches import HEADS_WITH_LOG, choose_decode
+from strandline.kernels.recurrences.decode_launches import HEADS_WITH_LOG, choose_decode, fit_registers
 from strandline.kernels.recurrences.gdn_log import LogMemory
 from strandline.kernels.recurrences.gdn_log_triton import add_logged, load_logged, weights_of_logged
 from strandline.kernels.recurrences.head_decay_triton import HeadDecayInputs, gate
@@ -43,7 +43,7 @@ def decode_logged(
     q_NGK, k_NGK, v_NHV, gates, skip_H = inputs
     num_sequences, num_heads, value_dim = v_NHV.shape
     _, num_groups, key_dim = k_NGK.shape
-    launch = choose_decode(HEADS_WITH_LOG, num_sequences)
+    launch = fit_registers(choose_decode(HEADS_WITH_LOG, num_sequences), key_dim)
     block_v = min(launch.block_v, next_power_of_2(value_dim))
     out_NHV = torch.empty(v_NHV.shape, dtype=v_NHV.dtype, device=v_NHV.device)
     _decode_logged_kernel[(cdiv(value_dim, block_v), num_heads, num_sequences)](

@@ -1,4 +1,4 @@
-"""The Triton decode step of Mamba-2 with a log on a GPU, at odd shapes and at those of Nemotron-3-Nano."""
+"""The Triton decode step of Mamba-2 with a log on a GPU, at odd shapes and those of Nemotron-3-Nano and Falcon-H1."""
 
 from dataclasses import replace
 
@@ -10,10 +10,12 @@ from strandline.kernels.recurrences.decode_launches import HEADS_WITH_LOG, Decod
 from strandline.kernels.recurrences.gdn_log import LOG_TOKENS, LogMemory, gdn_fold
 from strandline.kernels.recurrences.mamba2_log import mamba2_log
 from tests.cpu.kernels.recurrences import test_mamba2_log as checks
-from tests.cpu.kernels.recurrences.test_mamba2_log import SHAPES, TOLERANCES, USUAL, Shape
+from tests.cpu.kernels.recurrences.test_mamba2_log import SHAPES, TOLERANCES, USUAL, Setting, Shape
 
 GPU = replace(checks.version("triton"), device="cuda")
 NEMOTRON = replace(GPU, shape=Shape(8, 64, 128, 64), dtype=torch.bfloat16)
+FALCON = replace(GPU, shape=Shape(1, 24, 256, 128), dtype=torch.bfloat16)
+"""Keys so long that a program has more warps."""
 
 
 @pytest.mark.parametrize("shape", [USUAL, *SHAPES], ids=str)
@@ -22,12 +24,13 @@ def test_logs_hold_for_any_ratio_and_size_of_heads(shape: Shape, dtype: torch.dt
     checks.check_any_schedule(replace(GPU, shape=shape, dtype=dtype), seed=1)
 
 
+@pytest.mark.parametrize("setting", [NEMOTRON, FALCON], ids=["nemotron", "falcon-h1"])
 @pytest.mark.parametrize("launch", [HEADS_WITH_LOG.few, HEADS_WITH_LOG.many], ids=str)
 def test_logs_change_neither_outputs_nor_states_of_a_published_model(
-    launch: DecodeLaunch, monkeypatch: pytest.MonkeyPatch
+    launch: DecodeLaunch, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "choose_decode", lambda measured, num_sequences: launch)
-    checks.check_any_schedule(NEMOTRON, seed=2)
+    checks.check_any_schedule(setting, seed=2)
 
 
 def test_states_that_move_or_end_leave_other_slots_alone() -> None:
