@@ -269,7 +269,5 @@ def test_text_longer_than_any_prompt_is_not_tokenized() -> None:
 
     service = Service(Client(), ["tiny"])  # type: ignore[arg-type]
     assert len(asyncio.run(service.encode("a" * 200)).token_ids) == 200
-    with pytest.raises(
-        RequestError, match="201 characters, and a prompt of the maximum context length has at most 200"
-    ):
+    with pytest.raises(RequestError, match="201 characters, and this model's maximum context length is at most 200"):
         asyncio.run(service.encode("a" * 201))
