@@ -9,6 +9,7 @@ import pytest
 from strandline.server.messages.diagnostics import Diagnosis
 from strandline.server.requests.rendered import Rendered
 from strandline.server.requests.response_store import ResponseStore
+from strandline.server.responses.diagnostics import Comparison
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
 
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 3, "temperature": 0, "system": "be brief"}
@@ -18,6 +19,7 @@ MARKED = {"type": "text", "text": "who is it, and why?", "cache_control": {"type
 LATER = {"role": "user", "content": "so?"}
 UNASKED = {"role": "user", "content": "and before?"}
 """Asked by one test: what others asked may be cached further than the first request was long."""
+EFFORT = {"type": "configuration_update", "reasoning": {"effort": "low"}}
 RESPONSE: dict[str, Any] = {"max_output_tokens": 3, "temperature": 0, "instructions": "be brief"}
 
 
@@ -139,6 +141,7 @@ def test_responses_that_continue_the_one_they_name_hit(server: ServerProcess, re
         ({"instructions": "be brief!"}, "input_changed"),
         ({"input": [LATER, QUESTION]}, "input_changed"),
         ({"input": "what?", "reasoning": {"effort": "low"}}, "reasoning_effort_changed"),
+        ({"input": [EFFORT, QUESTION]}, "reasoning_effort_changed"),
         ({"input": [{"type": "compaction", "encrypted_content": "x"}, LATER]}, "context_compacted"),
     ],
 )
@@ -157,6 +160,20 @@ def test_tools_of_responses_are_compared(json_server: ServerProcess) -> None:
     again, other = (respond(json_server, first["id"], tools=[tool], stream=False) for tool in tools)
     assert again["prompt_cache_diagnostics"] == {"type": "cache_hit"}
     assert other["prompt_cache_diagnostics"]["reason"] == "tools_changed"
+
+
+def test_stored_updates_and_earlier_turns_are_compared(server: ServerProcess, response: dict[str, Any]) -> None:
+    second = respond(server, previous_response_id=response["id"], input=[EFFORT, LATER])
+    third = respond(server, second["id"], previous_response_id=second["id"], input=[LATER])
+    assert third["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    assert third["reasoning"]["effort"] == "low"
+
+
+def test_models_are_compared_before_other_parts_of_prompts() -> None:
+    given = {"model": "n", "tools": [TOOL], "messages": [LATER], "pictures": (), "settings": {"effort": "low"}}
+    for model, reason in (("n", "model_changed"), ("m", "tools_changed")):
+        found = Comparison.of(rendered(**given | {"model": model}), rendered(), 9, is_compacted=True).diagnostics(4)
+        assert found == {"type": "cache_miss", "reason": reason, "cache_missed_tokens": 5}
 
 
 def test_unstored_responses_are_not_found_and_malformed_options_refused(server: ServerProcess) -> None:
@@ -180,3 +197,14 @@ def test_prewarmed_prompts_generate_nothing_and_are_hit(server: ServerProcess, *
     assert (warmed["status"], warmed["output"], warmed["usage"]["output_tokens"]) == ("completed", [], 0)
     usage = respond(server, instructions=None, input=asked["input"])["usage"]
     assert usage["input_tokens_details"] == {"cached_tokens": usage["input_tokens"], "cache_write_tokens": 0}
+
+
+def test_prewarming_overrules_limits_and_required_calls(json_server: ServerProcess) -> None:
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    asked = {"input": "warm up", "tools": tools, "tool_choice": "required", "max_output_tokens": 40}
+    warmed = json_server.post("/v1/responses", **asked, prompt_cache_options={"prewarm": True}).json()
+    assert (warmed["status"], warmed["output"], warmed["usage"]["output_tokens"]) == ("completed", [], 0)
+    assert warmed["incomplete_details"] is None
+    usage = json_server.post("/v1/responses", **asked, prompt_cache_options={"prewarm": False}).json()["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"]
+    assert usage["output_tokens"] > 0

@@ -100,6 +100,17 @@ def test_every_api_takes_the_name_of_an_adapter(client: Client) -> None:
         assert contents[0] != contents[1]
 
 
+def test_responses_of_other_adapters_are_of_other_models(client: Client) -> None:
+    asked = {"input": "What is it?", "max_output_tokens": 1}
+    first = client.post("/v1/responses", model="tiny", **asked).json()
+    options = {"comparison_response_id": first["id"]}
+    answers = [
+        client.post("/v1/responses", model=name, **asked, prompt_cache_options=options) for name in ("tiny", "one")
+    ]
+    same, other = (answer.json()["prompt_cache_diagnostics"] for answer in answers)
+    assert (same["type"], other["reason"]) == ("cache_hit", "model_changed")
+
+
 def test_refused_sleep_leaves_the_server_running(client: Client) -> None:
     before = client.complete("one", cache_salt="sleep")
     refusal = client.post("/sleep?level=2")

@@ -179,6 +179,10 @@ def test_a_key_does_not_read_what_another_stored(keyed: ServerProcess) -> None:
             other.responses.delete(first.id)
         with pytest.raises(openai.BadRequestError):
             other.responses.create(**ASKED, input="why?", previous_response_id=first.id)
+        options = {"prompt_cache_options": {"comparison_response_id": first.id}}
+        for client, expected in ((owner, "cache_hit"), (other, "comparison_response_not_found")):
+            compared = client.responses.create(**ASKED, input="who is it?", extra_body=options).to_dict()
+            assert compared["prompt_cache_diagnostics"] == {"type": expected}
     assert http_get(f"{keyed.url}/v1/responses/{first.id}").status_code == 401
 
 

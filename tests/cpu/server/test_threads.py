@@ -86,7 +86,7 @@ def test_a_thread_is_no_response_of_the_other_api(server: ServerProcess) -> None
     assert server.get(f"/v1/responses/{first['id']}").status_code == 404
 
 
-def test_without_a_store_a_client_goes_on_without_threads(bytes_dir: Path, tmp_path: Path) -> None:
+def test_without_a_store_there_are_no_threads_and_no_comparisons(bytes_dir: Path, tmp_path: Path) -> None:
     with running_server(bytes_dir, tmp_path / "log", "--response-store", "0") as server:
         refused = server.post("/v1/messages", **ASKED, messages=[user("a")], thread=CREATE)
         assert refused.status_code == 400
@@ -95,6 +95,9 @@ def test_without_a_store_a_client_goes_on_without_threads(bytes_dir: Path, tmp_p
             thread = client.beta.messages.thread(**ASKED, unsupported_request_behavior="continue_unthreaded")
             assert thread.send(user("a")).id.startswith("msg_")
             assert thread.previous_message_id is None
+        options = {"comparison_response_id": "resp_0"}
+        response = server.post("/v1/responses", input="a", max_output_tokens=1, prompt_cache_options=options).json()
+        assert response["prompt_cache_diagnostics"] == {"type": "unavailable"}
 
 
 def test_a_thread_that_is_warmed_up_is_not_continued(server: ServerProcess) -> None:

@@ -139,6 +139,10 @@ def test_reasoning_effort_sets_variables_of_the_template(tag_server: ServerProce
         assert response["reasoning"]["effort"] == more.get("reasoning", {}).get("effort")
         counts.append(response["usage"]["input_tokens"])
     assert counts[0] == counts[1] < counts[2]
+    updated = [{"type": "configuration_update", "reasoning": {"effort": "none"}}, {"role": "user", "content": question}]
+    response = tag_server.post("/v1/responses", input=updated, max_output_tokens=1).json()
+    counted = tag_server.post("/v1/responses/input_tokens", input=updated).json()["input_tokens"]
+    assert response["usage"]["input_tokens"] == counted == counts[2]
 
 
 def test_without_tools_or_with_none_allowed_the_text_is_content(client: openai.OpenAI) -> None:
