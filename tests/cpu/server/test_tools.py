@@ -145,6 +145,19 @@ def test_reasoning_effort_sets_variables_of_the_template(tag_server: ServerProce
     assert response["usage"]["input_tokens"] == counted == counts[2]
 
 
+def test_logprobs_with_tools_are_those_of_every_token(client: openai.OpenAI) -> None:
+    wishes = saying(CALL, logprobs=True, top_logprobs=1)
+    whole = client.chat.completions.create(**wishes)
+    assert whole.choices[0].message.tool_calls
+    chunks = list(client.chat.completions.create(**wishes, stream=True))
+    found = [choice.logprobs for choice in (whole.choices[0], *(chunk.choices[0] for chunk in chunks))]
+    first, *others = [each.content or [] for each in found if each is not None]
+    assert whole.usage is not None
+    assert len(first) == whole.usage.completion_tokens
+    assert "".join(entry.token for entry in first).startswith(CALL)
+    assert [entry.token for entries in others for entry in entries] == [entry.token for entry in first]
+
+
 def test_without_tools_or_with_none_allowed_the_text_is_content(client: openai.OpenAI) -> None:
     for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
         choice = client.chat.completions.create(**saying(CALL, **more)).choices[0]
