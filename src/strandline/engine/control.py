@@ -60,6 +60,8 @@ class CoreControl:
         self._settle, self._feed, self._hands_over = settle, feed, hands_over
         self._is_paused = False
         self._given_back = set[Memory]()
+        self._weights = ""
+        """Names the weights in use in epochs, which other engines begin with weights of their own; "": the model's."""
 
     @property
     def is_stopped(self) -> bool:
@@ -105,6 +107,7 @@ class CoreControl:
                 return self._wake_up([memory for memory in memories if memory in self._given_back])
             case UseWeights(epoch):
                 # First: entries of weights that are gone are never hit.
+                self._weights = epoch
                 self._reset(epoch)
                 self._executor.change_weights(action)
                 self._given_back.discard("weights")
@@ -126,10 +129,10 @@ class CoreControl:
             )
 
     def _reset(self, epoch: str) -> None:
-        """Preempt all requests, and begin another epoch of the cache."""
+        """Preempt all requests, and begin another epoch of the cache, which engines with the same weights share."""
         self._scheduler.preempt_all()
         self._finish_transfers()
-        reset(self._cache, epoch)
+        reset(self._cache, epoch + self._weights)
         self._finish_transfers()
 
     def _sleep(self, level: int) -> None:

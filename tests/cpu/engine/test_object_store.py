@@ -1,18 +1,21 @@
 """The object store: what one engine has evicted, another one loads, and a server that fails costs time but no token."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strandline import LLM
 from strandline.errors import ConfigError
+from strandline.records.control import ResetCache
 from strandline.records.tier_stats import TierStats
 from strandline.transfer.bucket import Bucket
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_disk_cache import close, serve
 from tests.cpu.engine.test_exactness import answers
 from tests.cpu.engine.test_host_memory import LENGTHS, PROMPTS, slabs, tier_stats
+from tests.cpu.engine.tiny import save_tiny_model
 from tests.cpu.transfer.object_server import delete_objects
 
 
@@ -95,6 +98,24 @@ def test_nothing_that_others_have_stored_is_hit_after_a_reset(
     assert serve(second) == (expected, [0] * len(PROMPTS))
     assert sum(serve(second)[1]) > 0
     assert serve(first) == (expected, list(LENGTHS)), "others are not concerned"
+    close(first)
+    close(second)
+
+
+def test_engines_with_other_weights_share_nothing_in_one_epoch(
+    make_llm: MakeLLM, store_url: str, tmp_path: Path
+) -> None:
+    """All engines of a server begin the same epoch, but one that was restarted has the model's own weights again."""
+    first, second = with_objects(make_llm, store_url), with_objects(make_llm, store_url)
+    first.update_weights_from_disk(str(save_tiny_model(tmp_path / "other", seed=5)))
+    for llm in (first, second):
+        assert llm.engine.core.control.apply(ResetCache("later", forced=True))
+    found, _ = serve(first)
+    look(second)
+    assert objects_of(second).num_snapshots > 0, "it has found what it must not hit"
+    others, hits = serve(second)
+    assert hits == [0] * len(PROMPTS)
+    assert others != found
     close(first)
     close(second)
 
