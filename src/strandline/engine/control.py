@@ -12,6 +12,7 @@ from strandline.cache.evict_all import evict_all
 from strandline.cache.tiers import Loads
 from strandline.cache.tiers.reset import reset
 from strandline.device.executor import Executor
+from strandline.engine.caching.auditor import Auditor
 from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.scheduling.scheduler import Scheduler
 from strandline.errors import ConfigError, RequestError
@@ -41,6 +42,7 @@ class CoreControl:
 
     Args:
         settle: waits for the step under way.
+        auditor: compares nothing across a change of weights.
         feed: flushed after each action, as no step may follow for a long time; None: the engine publishes no events.
         hands_over: whether other engines may read the memory at any time.
     """
@@ -53,11 +55,13 @@ class CoreControl:
         scheduler: Scheduler,
         settle: Callable[[], None],
         feed: EventFeed | None,
+        auditor: Auditor,
         *,
         hands_over: bool,
     ) -> None:
         self._executor, self._cache, self._loads, self._scheduler = executor, cache, loads, scheduler
         self._settle, self._feed, self._hands_over = settle, feed, hands_over
+        self._auditor = auditor
         self._is_paused = False
         self._given_back = set[Memory]()
         self._weights = ""
@@ -108,6 +112,7 @@ class CoreControl:
             case UseWeights(epoch):
                 # First: entries of weights that are gone are never hit.
                 self._weights = epoch
+                self._auditor.forget_all()
                 self._reset(epoch)
                 self._executor.change_weights(action)
                 self._given_back.discard("weights")

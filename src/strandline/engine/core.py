@@ -122,7 +122,7 @@ class EngineCore:
         """Whether nothing is added any more."""
         self.is_stalled = False
         """Whether the last step found nothing to do before pictures come."""
-        parts = (executor, self.cache, self.loads, self.scheduler, self.settle, self.event_feed)
+        parts = (executor, self.cache, self.loads, self.scheduler, self.settle, self.event_feed, self._auditor)
         self.control = CoreControl(*parts, hands_over=self.hand_over is not None)
 
     @contextmanager

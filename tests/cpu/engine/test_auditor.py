@@ -1,5 +1,6 @@
 """Audits: hits are replayed cold, which finds wrong snapshots; senders do not notice."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from strandline.errors import ConfigError
 from strandline.records.outputs import RequestOutput
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import tokens
+from tests.cpu.engine.tiny import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = tokens(100, seed=1)
@@ -107,6 +109,24 @@ def test_aborted_request_is_not_replayed(make_llm: MakeLLM) -> None:
     llm.engine.abort("gone")
     rest(llm)
     assert llm.engine.core.audits.num_requests == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_nothing_is_compared_across_a_change_of_weights(make_llm: MakeLLM, tmp_path: Path, num_steps: int) -> None:
+    llm = make_llm(audit_rate=1.0, max_num_batched_tokens=64)
+    ask(llm, PROMPT)
+    ask(llm, PROMPT)
+    for _ in range(num_steps):  # the replay begins
+        llm.engine.step()
+    assert llm.engine.core.has_unfinished
+    llm.update_weights_from_disk(str(save_tiny_model(tmp_path, seed=5)))
+    rest(llm)
+    assert llm.engine.core.audits.num_requests == 0
+    ask(llm, PROMPT)
+    ask(llm, PROMPT)
+    rest(llm)
+    assert llm.engine.core.audits.num_requests == 1
+    assert llm.engine.core.audits.largest_difference < FLOAT32_DIFFERENCE
 
 
 def test_audit_rate_is_the_share_that_is_replayed(make_llm: MakeLLM) -> None:

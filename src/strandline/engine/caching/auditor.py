@@ -42,7 +42,7 @@ class _Audited:
 
     request: Request
     logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities of its output tokens, while it ran."""
+    """Log-probabilities of its output tokens, while it ran; none: the weights have changed, nothing is compared."""
     cold: dict[int, float] = field(default_factory=dict)
     """By index in the output, from the replay. A preempted replay repeats some."""
 
@@ -132,6 +132,14 @@ class Auditor:
         """Drop a request that was aborted: it is not replayed."""
         self._audited.pop(request_id, None)
 
+    def forget_all(self) -> None:
+        """Audit nothing that was computed with the weights so far, as those are about to change."""
+        self._audited.clear()
+        if not self._is_replayed:
+            self._due = None
+        elif self._due is not None:
+            self._due.logprobs.clear()
+
     def _compare(self, due: _Audited, start: int, entries: Sequence[TokenLogprobs]) -> None:
         """Collect log-probabilities of the replayed prompt's tokens from ``start + 1`` on."""
         first = due.request.num_prompt_tokens
@@ -141,6 +149,8 @@ class Auditor:
         due, audits = self._due, self.audits
         self._due, self._is_replayed = None, False
         assert due is not None
+        if not due.logprobs:
+            return
         audits.num_requests += 1
         for index, cold in due.cold.items():
             audits.num_tokens += 1
