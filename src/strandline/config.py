@@ -340,7 +340,7 @@ class EngineConfig:
         """The tier whose files outlive the process; None: there is none."""
         for tier, location, size in self._file_tiers:
             if location is not None:
-                is_shared_directory = tier is OBJECTS and shared_directory(location) is not None
+                is_shared_directory = tier == OBJECTS and shared_directory(location) is not None
                 kind = SHARED_DIRECTORY if is_shared_directory else tier
                 return ChosenTier(kind, location, tier.default_size if size is None else size)
         return None

@@ -49,7 +49,7 @@ from numba.core.caching import UserProvidedCacheLocator
 from numba.extending import intrinsic
 from torch import Tensor
 
-from strandline import clock, env, errors, ids, specs
+from strandline import clock, env, errors, ids, signals, specs
 
 LOGGER: Final = logging.getLogger("strandline.kernels")
 
@@ -66,6 +66,7 @@ SOURCES: Final = (
     Path(env.__file__),
     Path(errors.__file__),
     Path(ids.__file__),
+    Path(signals.__file__),
     Path(specs.__file__),
     *sorted(path for path in Path(__file__).parent.rglob("*.py") if not path.stem.endswith("_triton")),
 )

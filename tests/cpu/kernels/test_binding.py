@@ -177,7 +177,9 @@ def test_several_missing_kernels_are_compiled_on_several_cores(
     runs = list[tuple[Sequence[str], int]]()
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(binding, "uncompiled", lambda modules: modules[:num_missing])
-    monkeypatch.setattr(binding, "compile_modules", lambda *run: runs.append(run))
+    monkeypatch.setattr(
+        binding, "compile_modules", lambda modules, num_processes, _report: runs.append((modules, num_processes))
+    )
     workload = Workload("cpu", "float32", (TensorSpec("key", (2, 5), "float32"),))  # too few channels for attention
     bind_kernels([linear, gdn_decode, paged_attention, rms_norm_zero_centered], workload)
     is_compiled_ahead = (num_threads, num_missing) == (2, 2)

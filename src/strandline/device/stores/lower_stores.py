@@ -103,7 +103,7 @@ def attach_stores(
     if tier is None:
         return facts, None
     layout = _layout(config, spec, weights, arena.bytes.device, ranks)
-    if tier.kind is not DISK:
+    if tier.kind != DISK:
         size_bytes = num_file_blocks * spec.block_bytes
         files = open_object_files(tier.location, layout, spec, config.snapshot_dtype, size_bytes)
         opened = _OpenFiles(FileFacts(tier.kind, num_file_blocks, tier.location, SALT_KEY, layout), files, {})

@@ -168,7 +168,7 @@ def open_discoveries(facts: ExecutorFacts, snapshot_dtype: str, loads: Loads) ->
         ConfigError: the object store cannot be listed.
     """
     found, spec = facts.lower.files, facts.spec
-    if found is None or found.tier is DISK or not loads.tiers:
+    if found is None or found.tier == DISK or not loads.tiers:
         return None
     files = open_object_files(found.location, found.layout, spec, snapshot_dtype, found.num_blocks * spec.block_bytes)
     try:
