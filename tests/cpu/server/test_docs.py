@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from strandline.cli import build_parser
-from tests.cpu.server.process import ServerProcess
+from tests.cpu.server.process import ServerProcess, running_server
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "server.md").read_text()
@@ -56,6 +57,36 @@ def test_shell_examples_of_other_pages_run(demo_server: ServerProcess, page: str
     for example in (each for each in found if "/update_weights" not in each):
         answer: Any = run_in_shell(example, demo_server)
         assert "error" not in answer
+
+
+def test_servers_of_one_host_tier_hit_what_another_evicted(tmp_path: Path) -> None:
+    """The page's commands, but for a device that few prompts fill."""
+    section = (DOCS / "cache-configuration.md").read_text().partition("### One host tier for a machine")[2]
+    shared = f"file://{tmp_path / 'shared'}"
+    commands = [
+        [shared if each == "file:///dev/shm/strandline" else each for each in shlex.split(line)[3:]]
+        for line in section.split("```")[1].splitlines()
+        if line
+    ]
+    assert [command.count(shared) for command in commands] == [1, 1]
+    own = ("--port", "0", "--memory", "16MiB", "--max-model-len", "512")
+    with (
+        running_server(Path("demo"), tmp_path / "first log", *commands[0], *own) as first,
+        running_server(Path("demo"), tmp_path / "second log", *commands[1], *own) as second,
+    ):
+        prompts = [f"{index} " + "a shared host tier " * 8 for index in range(30)]
+        for prompt in prompts:
+            assert first.post("/v1/completions", prompt=prompt, max_tokens=1).status_code == 200
+        unused = 'object_store_bytes{engine="0",model_name="tiny",state="used"} 0.0'
+
+        def has_found() -> bool:  # what is found is entered between steps, so an idle engine enters nothing
+            second.post("/v1/completions", prompt="another prompt", max_tokens=1)
+            return unused not in second.metrics()
+
+        second.wait_until(has_found, timeout_s=30)
+        answers = [second.post("/v1/completions", prompt=prompt, max_tokens=1).json() for prompt in prompts[:4]]
+        assert any(each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers)
+        assert second.metric("cache_loads_total") > 0
 
 
 def test_every_flag_and_metric_is_on_the_page(demo_server: ServerProcess) -> None:
