@@ -42,7 +42,7 @@ from safetensors.torch import save_file
 from strandline import LLM, SamplingParams
 from strandline.config import KV_CACHE_DTYPES
 from strandline.device.uni_executor import UniExecutor
-from strandline.models.adapter_slots import AdapterSlots
+from strandline.models.lora.adapter_slots import AdapterSlots
 from strandline.records.adapters import LoadedAdapter, salt_with
 
 PROFILED_STEPS = 20

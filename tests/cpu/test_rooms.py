@@ -89,7 +89,8 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "layers": frozenset(),
         "vision": frozenset({"layers"}),
         "storage": frozenset({"layers"}),
-        "": frozenset({"layers", "vision", "storage"}),
+        "lora": frozenset({"layers", "storage"}),
+        "": frozenset({"layers", "vision", "storage", "lora"}),
     },
     "device": {
         "hardware": frozenset(),

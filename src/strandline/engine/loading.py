@@ -35,10 +35,10 @@ from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import ModelConfig, read_model_config
-from strandline.models.adapter_slots import SlotSizes
 from strandline.models.layers.shard import Shard
+from strandline.models.lora.adapter_files import read_adapter
+from strandline.models.lora.adapter_slots import SlotSizes
 from strandline.models.model_options import ModelOptions, published_dtype
-from strandline.models.storage.adapter_files import read_adapter
 from strandline.models.weights import FillOptions
 from strandline.picture_config import PREPROCESSOR_CONFIG, read_picture_config
 from strandline.text.model_files import find_drafter, find_model

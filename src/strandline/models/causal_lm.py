@@ -18,7 +18,6 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels, UsesKernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
-from strandline.models.adapter_slots import AdapterSlots
 from strandline.models.block_drafter import BlockDrafter
 from strandline.models.distinct_layers import distinct_layers
 from strandline.models.draft_head import rounded_head
@@ -31,6 +30,7 @@ from strandline.models.layers.residual import ReadableStream
 from strandline.models.layers.routing_record import RoutingRecord
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets
+from strandline.models.lora.adapter_slots import AdapterSlots
 from strandline.models.vision.tower import VISUAL, VisionTower
 from strandline.picture_config import PictureConfig
 from strandline.specs import ModelSpec, RoutingShape

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 from strandline.model_config import ModelConfig
-from strandline.models.adapter_slots import AdapterSlots
 from strandline.models.bailing_hybrid import build_bailing_hybrid
 from strandline.models.bamba import build_bamba
 from strandline.models.causal_lm import CausalLM
@@ -22,6 +21,7 @@ from strandline.models.layers.site import Site, matrices_without_memory
 from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
 from strandline.models.lfm3 import build_lfm3
 from strandline.models.llama import build_llama
+from strandline.models.lora.adapter_slots import AdapterSlots
 from strandline.models.mamba import build_falcon_mamba, build_mamba
 from strandline.models.mamba2 import build_mamba2
 from strandline.models.minimax import build_minimax

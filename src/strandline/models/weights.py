@@ -22,13 +22,13 @@ from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
 from strandline.models.layers.protocol import LoadableModel
 from strandline.models.layers.targets import Target, base_of
+from strandline.models.lora.adapter_files import AdapterFiles
+from strandline.models.lora.adapter_names import place_adapter
+from strandline.models.lora.low_rank import LowRank, MergedWeight
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions, published_dtype
 from strandline.models.registry import build_model
-from strandline.models.storage.adapter_files import AdapterFiles
-from strandline.models.storage.adapter_names import place_adapter
 from strandline.models.storage.conversion import quantized_like
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
-from strandline.models.storage.low_rank import LowRank, MergedWeight
 from strandline.models.storage.published import STORED_DTYPES, Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.storage.quantizers import quantizer_of

@@ -12,7 +12,7 @@ from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
 from strandline.models.layers.protocol import AdapterMemory
-from strandline.models.storage.adapter_files import read_adapter
+from strandline.models.lora.adapter_files import read_adapter
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.plan import SequencePlan
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from strandline.config import EngineConfig
-from strandline.models.storage.adapter_files import read_adapter
+from strandline.models.lora.adapter_files import read_adapter
 from strandline.models.storage.weights_files import fingerprint
 from strandline.text.model_files import find_drafter, find_model
 

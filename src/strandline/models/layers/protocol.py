@@ -57,7 +57,7 @@ class PictureEncoder(Protocol):
 
 
 class AdapterMemory(Protocol):
-    """Slots for LoRA adapters (``models/adapter_slots.py``)."""
+    """Slots for LoRA adapters (``models/lora/adapter_slots.py``)."""
 
     num_slots: int
     device: torch.device | str

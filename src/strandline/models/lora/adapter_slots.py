@@ -21,9 +21,9 @@ from strandline.kernels.sizes import DIVISOR, round_up
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.targets import Piece, Target, base_of
-from strandline.models.storage.adapter_files import AdapterFiles
-from strandline.models.storage.adapter_names import place_adapter
-from strandline.models.storage.low_rank import LowRank, is_matrix
+from strandline.models.lora.adapter_files import AdapterFiles
+from strandline.models.lora.adapter_names import place_adapter
+from strandline.models.lora.low_rank import LowRank, is_matrix
 from strandline.models.storage.stored_rows import Rows, rows_and_sources
 
 ALIGNED_PARTS: Final = 4

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from strandline.errors import WeightsError
 from strandline.models.layers.targets import Target
-from strandline.models.storage.adapter_files import AdapterFiles, Factors
-from strandline.models.storage.low_rank import LowRank, added, is_matrix, listed
+from strandline.models.lora.adapter_files import AdapterFiles, Factors
+from strandline.models.lora.low_rank import LowRank, added, is_matrix, listed
 
 MAX_NAMES: Final = 5
 """Maximum number of modules listed in an error; further ones are counted."""

@@ -12,17 +12,17 @@ from torch import Tensor
 from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.hardware.upload import upload_together
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
-from strandline.models.adapter_slots import SlotSizes
 from strandline.models.layers.projection import Projection
+from strandline.models.lora.adapter_files import AdapterFiles, read_adapter
+from strandline.models.lora.adapter_slots import SlotSizes
 from strandline.models.model_options import ModelOptions
-from strandline.models.storage.adapter_files import AdapterFiles, read_adapter
 from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import adapters, families
 from tests.cpu.models.adapters import ALPHA, RANK, Factors
 from tests.cpu.models.driver import Driver, Part, Running
+from tests.cpu.models.lora.test_adapters import ALL, OTHER_NAMES
 from tests.cpu.models.quantized import load
 from tests.cpu.models.quantized import logits as logits_of_model
-from tests.cpu.models.storage.test_adapters import ALL, OTHER_NAMES
 from tests.cpu.models.storage.test_stored_formats import FORMATS, MAIN, save
 
 PROMPTS = [families.prompt(20), families.prompt(20), families.prompt(7)[::-1], families.prompt(66)]

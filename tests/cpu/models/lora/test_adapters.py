@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.adapter_slots import SlotSizes
 from strandline.models.layers.shard import Shard
+from strandline.models.lora import adapter_files
+from strandline.models.lora.adapter_files import read_adapter, read_adapter_config
+from strandline.models.lora.adapter_slots import SlotSizes
+from strandline.models.lora.low_rank import LowRank
 from strandline.models.model_options import ModelOptions
-from strandline.models.storage import adapter_files
-from strandline.models.storage.adapter_files import read_adapter, read_adapter_config
-from strandline.models.storage.low_rank import LowRank
 from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import adapters, families, fp8
 from tests.cpu.models.adapters import ALPHA, RANK, Factors
