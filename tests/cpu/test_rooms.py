@@ -90,7 +90,8 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "vision": frozenset({"layers"}),
         "storage": frozenset({"layers"}),
         "lora": frozenset({"layers", "storage"}),
-        "": frozenset({"layers", "vision", "storage", "lora"}),
+        "drafters": frozenset({"layers", "storage"}),
+        "": frozenset({"layers", "vision", "storage", "lora", "drafters"}),
     },
     "device": {
         "hardware": frozenset(),

@@ -18,10 +18,10 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels, UsesKernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
-from strandline.models.block_drafter import BlockDrafter
 from strandline.models.distinct_layers import distinct_layers
-from strandline.models.draft_head import rounded_head
-from strandline.models.eagle_drafter import EagleDrafter
+from strandline.models.drafters.block_drafter import BlockDrafter
+from strandline.models.drafters.draft_head import rounded_head
+from strandline.models.drafters.eagle_drafter import EagleDrafter
 from strandline.models.layers.attention_parts import KeyValues, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.multi_token import DraftLayer

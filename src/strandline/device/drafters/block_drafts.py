@@ -1,8 +1,8 @@
 """Drafts by a drafter of blocks: one pass over a sequence's newest token and masks after it.
 
-The model stores what the drafter keeps of the tokens that it computes (``models/block_drafter.py``). So a step that
-drafts nothing leaves nothing to do, and a sequence that resumes anywhere drafts at once. The keys and values of a block
-are in the positions of its tokens, and are overwritten when the model computes these.
+The model stores what the drafter keeps of the tokens that it computes (``models/drafters/block_drafter.py``). So a step
+that drafts nothing leaves nothing to do, and a sequence that resumes anywhere drafts at once. The keys and values of a
+block are in the positions of its tokens, and are overwritten when the model computes these.
 
 Shape suffixes: T rows of blocks, N sequences, D drafts, E hidden size; M blocks per table.
 """

@@ -28,9 +28,9 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.rotary import rotary_table
-from strandline.models.block_convolution import LayerConvolutions, index_in_blocks
-from strandline.models.draft_chain import MarkovHead, new_chain
-from strandline.models.draft_head import DraftHead
+from strandline.models.drafters.block_convolution import LayerConvolutions, index_in_blocks
+from strandline.models.drafters.draft_chain import MarkovHead, new_chain
+from strandline.models.drafters.draft_head import DraftHead
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import pre_norm_layer

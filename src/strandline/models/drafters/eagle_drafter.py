@@ -27,7 +27,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.rotary import rotary_table
-from strandline.models.draft_head import DraftHead
+from strandline.models.drafters.draft_head import DraftHead
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig

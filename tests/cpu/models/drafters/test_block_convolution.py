@@ -2,7 +2,7 @@
 
 import torch
 
-from strandline.models.block_convolution import convolve
+from strandline.models.drafters.block_convolution import convolve
 
 
 def test_blocks_do_not_read_rows_of_others() -> None:
