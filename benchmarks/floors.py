@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strandline.device.uni_executor import UniExecutor
 from strandline.kernels.gemm.weights import HalfWeight, PackedWeight, StackedWeight
-from strandline.models.causal_lm import CausalLM
+from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.specs import LayerSpec

@@ -19,7 +19,7 @@ from strandline.errors import ConfigError
 from strandline.ids import BLOCK_TOKENS
 from strandline.kernels.operation import Operation
 from strandline.model_config import parse_model_config
-from strandline.models.causal_lm import CausalLM
+from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.ngram_features import TOKENS
 from strandline.models.layers.site import Site
 from strandline.models.registry import ARCHITECTURES

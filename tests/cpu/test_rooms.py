@@ -91,7 +91,8 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "storage": frozenset({"layers"}),
         "lora": frozenset({"layers", "storage"}),
         "drafters": frozenset({"layers", "storage"}),
-        "": frozenset({"layers", "vision", "storage", "lora", "drafters"}),
+        "families": frozenset({"layers", "vision", "lora", "drafters"}),
+        "": frozenset({"layers", "vision", "storage", "lora", "drafters", "families"}),
     },
     "device": {
         "hardware": frozenset(),

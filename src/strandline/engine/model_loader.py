@@ -10,8 +10,8 @@ from torch import Tensor
 from strandline.drafter_config import DrafterConfig
 from strandline.kernels.gemm.weights import DenseWeight, Layout
 from strandline.model_config import ModelConfig
-from strandline.models.causal_lm import CausalLM
 from strandline.models.drafter_weights import load_drafter
+from strandline.models.families.causal_lm import CausalLM
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, LoadedModel, load_model
 from strandline.text.model_files import find_model

@@ -9,10 +9,10 @@ import torch
 
 from strandline.drafter_config import BlockDrafterConfig, DrafterConfig, EagleConfig
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.causal_lm import CausalLM, OwnDrafter
 from strandline.models.drafters.block_drafter import BlockDrafter, check_target
 from strandline.models.drafters.draft_head import DraftHead
 from strandline.models.drafters.eagle_drafter import EagleDrafter
+from strandline.models.families.causal_lm import CausalLM, OwnDrafter
 from strandline.models.layers.site import Site
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions
 from strandline.models.storage.published import PlainWeight

@@ -4,37 +4,37 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 from strandline.model_config import ModelConfig
-from strandline.models.bailing_hybrid import build_bailing_hybrid
-from strandline.models.bamba import build_bamba
-from strandline.models.causal_lm import CausalLM
-from strandline.models.falcon_h1 import build_falcon_h1
-from strandline.models.gemma3 import build_gemma3
-from strandline.models.glm5_next import build_glm5_next
-from strandline.models.gpt_oss import build_gpt_oss
-from strandline.models.granite_hybrid import build_granite_hybrid
-from strandline.models.inkling import build_inkling
-from strandline.models.inkling2 import build_inkling2
-from strandline.models.jamba import build_jamba
-from strandline.models.kimi_linear import build_kimi_linear
-from strandline.models.lara_mini import build_lara_mini
+from strandline.models.families.bailing_hybrid import build_bailing_hybrid
+from strandline.models.families.bamba import build_bamba
+from strandline.models.families.causal_lm import CausalLM
+from strandline.models.families.falcon_h1 import build_falcon_h1
+from strandline.models.families.gemma3 import build_gemma3
+from strandline.models.families.glm5_next import build_glm5_next
+from strandline.models.families.gpt_oss import build_gpt_oss
+from strandline.models.families.granite_hybrid import build_granite_hybrid
+from strandline.models.families.inkling import build_inkling
+from strandline.models.families.inkling2 import build_inkling2
+from strandline.models.families.jamba import build_jamba
+from strandline.models.families.kimi_linear import build_kimi_linear
+from strandline.models.families.lara_mini import build_lara_mini
+from strandline.models.families.lfm2 import build_lfm2, build_lfm2_moe
+from strandline.models.families.lfm3 import build_lfm3
+from strandline.models.families.llama import build_llama
+from strandline.models.families.mamba import build_falcon_mamba, build_mamba
+from strandline.models.families.mamba2 import build_mamba2
+from strandline.models.families.minimax import build_minimax
+from strandline.models.families.nemotron_h import build_nemotron_h
+from strandline.models.families.olmo_hybrid import build_olmo_hybrid
+from strandline.models.families.qwen3 import build_qwen3, build_qwen3_moe
+from strandline.models.families.qwen3_5 import build_qwen3_5
+from strandline.models.families.qwen3_next import build_qwen3_next
+from strandline.models.families.qwen4_exp import build_qwen4_exp
+from strandline.models.families.recurrent_gemma import build_recurrent_gemma
+from strandline.models.families.zamba2 import build_zamba2
+from strandline.models.families.zaya import build_zaya
 from strandline.models.layers.site import Site, matrices_without_memory
-from strandline.models.lfm2 import build_lfm2, build_lfm2_moe
-from strandline.models.lfm3 import build_lfm3
-from strandline.models.llama import build_llama
 from strandline.models.lora.adapter_slots import AdapterSlots
-from strandline.models.mamba import build_falcon_mamba, build_mamba
-from strandline.models.mamba2 import build_mamba2
-from strandline.models.minimax import build_minimax
 from strandline.models.model_options import ModelOptions
-from strandline.models.nemotron_h import build_nemotron_h
-from strandline.models.olmo_hybrid import build_olmo_hybrid
-from strandline.models.qwen3 import build_qwen3, build_qwen3_moe
-from strandline.models.qwen3_5 import build_qwen3_5
-from strandline.models.qwen3_next import build_qwen3_next
-from strandline.models.qwen4_exp import build_qwen4_exp
-from strandline.models.recurrent_gemma import build_recurrent_gemma
-from strandline.models.zamba2 import build_zamba2
-from strandline.models.zaya import build_zaya
 
 
 class Builder(Protocol):

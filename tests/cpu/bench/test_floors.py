@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.floors import decode_bytes, peak_of, prefill_flops
 from strandline.device.meta_device import META, zeros_from_meta
-from strandline.models.causal_lm import CausalLM
+from strandline.models.families.causal_lm import CausalLM
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, load_model
 

@@ -11,7 +11,7 @@ from strandline.engine.core import new_warm_up
 from strandline.engine.startup.warm_up import FEWEST_DECODED_TOKENS
 from strandline.kernels.binding import why_unavailable
 from strandline.kernels.recurrences import gdn_log, mamba1_log
-from strandline.models.distinct_layers import distinct_layers
+from strandline.models.layers.distinct_layers import distinct_layers
 from tests.cpu.engine.conftest import MakeLLM
 from tests.cpu.engine.test_exactness import answers, tokens
 

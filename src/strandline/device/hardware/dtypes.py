@@ -19,7 +19,7 @@ from strandline.kernels.binding import why_unavailable
 from strandline.kernels.gemm.linear import has_fast_gemms
 from strandline.kernels.gpu import gpu_of, kind_of
 from strandline.model_config import ModelConfig
-from strandline.models.causal_lm import CausalLM
+from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions, published_dtype

@@ -19,7 +19,7 @@ from strandline.kernels.gemm.formats.fp4 import FP4
 from strandline.kernels.gemm.formats.fp8 import FP8
 from strandline.kernels.gemm.formats.mxfp8 import MXFP8
 from strandline.model_config import read_model_config
-from strandline.models.causal_lm import CausalLM
+from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.experts import Experts
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.shard import Shard

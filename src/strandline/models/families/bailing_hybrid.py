@@ -1,0 +1,113 @@
+"""Bailing's hybrids (Ling 3): Kimi Delta Attention, and gated latent attention every few layers, before experts.
+
+Layers for multi-token prediction are skipped.
+
+Source: ``transformers`` (``bailing_hybrid``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from strandline.config_fields import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    Fields,
+    read_eps,
+    read_layer_types,
+    read_max_position,
+)
+from strandline.model_config import ModelConfig
+from strandline.models.families.causal_lm import CausalLM
+from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
+from strandline.models.layers.embedding import EmbeddingConfig
+from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
+from strandline.models.layers.site import Site
+from strandline.models.layers.targets import NamedTargets, renamed, sharded, whole
+
+FULL, LINEAR = "full_attention", "linear_attention"
+MLP_LAYER_TYPES: Final = ("dense", "sparse")
+
+LATENT_EPS: Final = 1e-6
+"""Epsilon of latents' norms, which no configuration names."""
+
+MIN_LOG_DECAY: Final = -100.0
+"""Least supported bound of log decays: less leaves nothing of a state."""
+
+PUBLISHED: Final = {"embed_tokens": "word_embeddings", "o_proj": "dense"}
+"""Published names that differ from other families'."""
+
+Layer = DecoderLayer[KimiDeltaAttention | LatentAttention, SigmoidMoe | GatedMlp]
+
+
+def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
+    """Build the model of a configuration, with unfilled parameters.
+
+    Raises:
+        ConfigError: a setting is not supported, or does not go with another one.
+    """
+    fields = config.text
+    fields.choice("hidden_act", ["silu"])
+    layer_types = read_layer_types(fields, (FULL, LINEAR))
+    mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_LAYER_TYPES))
+    if len(mlp_types) != len(layer_types):
+        fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
+    delta, latent = _read_delta(fields), _read_latent(fields)
+    mlp, moe, rotary = GatedMlpConfig.read(fields), read_experts(fields), _read_rotary(fields)
+    norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
+    embedding = EmbeddingConfig.read(fields)
+    max_position, num_drafting = (
+        read_max_position(fields),
+        fields.size("num_mtp_layers", at_least=0, at_most=MAX_LAYERS),
+    )
+
+    def build_layer(kind: str, mlp_kind: str) -> Layer:
+        mixer = KimiDeltaAttention(delta, site) if kind == LINEAR else LatentAttention(latent, site)
+        feed = SigmoidMoe(moe, site) if mlp_kind == "sparse" else GatedMlp(mlp, site)
+        return pre_norm_layer(mixer, feed, norm, hidden_size, site)
+
+    layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
+    decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
+    drafting = tuple(f"model.layers.{len(layers) + index}." for index in range(num_drafting))
+    return CausalLM(decoder, max_position, partial(_published, decoder, layers), skipped_prefixes=drafting)
+
+
+def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
+    config = replace(KimiDeltaAttentionConfig.read(fields), is_low_rank=False)
+    if not fields.flag("kda_safe_gate"):
+        return config
+    return replace(config, lower_bound=fields.number("kda_lower_bound", at_least=MIN_LOG_DECAY, at_most=0))
+
+
+def _read_latent(fields: Fields) -> LatentAttentionConfig:
+    query_rank = None if fields.value("q_lora_rank") is None else fields.size("q_lora_rank")
+    sizes = LatentAttentionConfig.read(fields, LATENT_EPS)
+    return replace(sizes, query_rank=query_rank, is_rotated=True, is_gated=True)
+
+
+def _read_rotary(fields: Fields) -> RotaryFrequencies:
+    return rotary_frequencies(fields, rotary_dim=fields.size("qk_rope_head_dim", at_most=MAX_HEAD_DIM))
+
+
+def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
+    """Yield the published tensors."""
+    yield from renamed(decoder.targets("model.", names), PUBLISHED)
+    for index, layer in enumerate(layers):
+        prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
+        yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
+        yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
+        for name, target in renamed(mixer.targets(f"{prefix}attention."), PUBLISHED):
+            if isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log"):
+                yield name, sharded(mixer.A_log_H, mixer.shard)  # published with one dimension
+            else:
+                yield name, target
+        if isinstance(mlp, SigmoidMoe):
+            yield from mlp.targets(f"{prefix}mlp.", names, "gate.expert_bias")
+        else:
+            yield from mlp.targets(f"{prefix}mlp.", names)
