@@ -38,7 +38,7 @@ from strandline.models.layers.embedding import multiplied
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import Projection
 from strandline.models.layers.protocol import DraftBlock
-from strandline.models.layers.residual import PreNorm, Stream, plain
+from strandline.models.layers.residual import PreNorm, Stream, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -63,13 +63,13 @@ class BlockDrafter(nn.Module):
         super().__init__()
         fields, (self.vocab_size, hidden_size) = config.text, shape
         fields.choice("hidden_act", ["silu"])
-        attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.PLAIN), GatedMlpConfig.read(fields)
+        attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.RMS), GatedMlpConfig.read(fields)
         if attention.hidden_size != hidden_size:
             fields.reject("hidden_size", f"the model's, {hidden_size}, whose embedding it shares")
         self.may_copy_embedding = config.may_copy_embedding
         self.target_layers, self.embedding_scale = config.target_layers, config.embedding_scale
         self._confidence_inputs = config.confidence_inputs
-        self.norm = norm = plain(attention.eps)
+        self.norm = norm = rms(attention.eps)
         self.fc = Projection(hidden_size, hidden_size * len(config.target_layers), site)
         """Columns: outputs of the model's layers, in the configuration's order."""
         self.hidden_norm_E = norm.weight(site, hidden_size)

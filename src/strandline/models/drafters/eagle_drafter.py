@@ -32,7 +32,7 @@ from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.residual import PreNorm, Stream, plain
+from strandline.models.layers.residual import PreNorm, Stream, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -69,13 +69,13 @@ class EagleDrafter(nn.Module):
         super().__init__()
         fields, (self.vocab_size, target_size) = config.text, shape
         fields.choice("hidden_act", ["silu"])
-        norms = QueryKeyNorm.PLAIN if config.has_head_norms else QueryKeyNorm.NONE
+        norms = QueryKeyNorm.RMS if config.has_head_norms else QueryKeyNorm.NONE
         attention, mlp = AttentionConfig.read(fields, norms), GatedMlpConfig.read(fields)
         self.hidden_size = size = attention.hidden_size
         if size != target_size and not (has_embedding and has_head):
             fields.reject("hidden_size", f"the model's, {target_size}, whose embedding or output head it shares")
         self.target_layers, self.has_norm_before_residual = target_layers, config.has_norm_before_residual
-        self.norm = plain(attention.eps)
+        self.norm = rms(attention.eps)
         self.fc = Projection(size, target_size * len(target_layers), site)
         self.embedding_norm_E, self.hidden_norm_E = (self.norm.weight(site, size) for _ in range(2))
         self.mixer = Attention(replace(attention, input_size=2 * size), site)

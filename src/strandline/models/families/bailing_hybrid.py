@@ -25,7 +25,7 @@ from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.layers.site import Site
@@ -60,7 +60,7 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
     delta, latent = _read_delta(fields), _read_latent(fields)
     mlp, moe, rotary = GatedMlpConfig.read(fields), read_experts(fields), _read_rotary(fields)
-    norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
+    norm, hidden_size = rms(read_eps(fields)), latent.hidden_size
     embedding = EmbeddingConfig.read(fields)
     max_position, num_drafting = (
         read_max_position(fields),

@@ -16,7 +16,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_lay
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -41,7 +41,7 @@ def build_bamba(config: ModelConfig, site: Site) -> CausalLM:
     layer_types, rotary = read_layer_types(fields, LAYER_TYPES), rotary_frequencies(fields)
     embedding = EmbeddingConfig.read(fields)
     max_position = read_max_position(fields)
-    norm, hidden_size = plain(attention.eps), attention.hidden_size
+    norm, hidden_size = rms(attention.eps), attention.hidden_size
 
     def build_layer(kind: str) -> Layer:
         is_attention = kind == "full_attention"

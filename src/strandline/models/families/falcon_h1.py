@@ -22,7 +22,7 @@ from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Nam
 from strandline.models.layers.mamba2 import Multipliers as ProjectedMultipliers
 from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
 from strandline.models.layers.parallel import Multipliers, ParallelMixer
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -61,7 +61,7 @@ def build_falcon_h1(config: ModelConfig, site: Site) -> CausalLM:
         logits_multiplier=_multiplier(fields, "lm_head_multiplier"),
     )
     max_position, num_layers = read_max_position(fields), len(read_layer_types(fields, LAYER_TYPES))
-    norm, hidden_size = plain(attention.eps), attention.hidden_size
+    norm, hidden_size = rms(attention.eps), attention.hidden_size
 
     def build_layer() -> Layer:
         mixers = (Attention(attention, site), Mamba2Layer(mamba2, site))

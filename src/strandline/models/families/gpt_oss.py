@@ -29,7 +29,7 @@ from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, alternating
 from strandline.models.layers.mlp import read_limit
 from strandline.models.layers.projection import Projection
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, Target, spanned, whole
@@ -97,7 +97,7 @@ def build_gpt_oss(config: ModelConfig, site: Site) -> CausalLM:
     if SLIDING in layer_types:
         window_tokens = fields.size("sliding_window", at_most=UNLIMITED_POSITION)
         by_type[SLIDING] = replace(attention, window_tokens=window_tokens)
-    experts, norm, hidden_size = _read_experts(fields), plain(attention.eps), attention.hidden_size
+    experts, norm, hidden_size = _read_experts(fields), rms(attention.eps), attention.hidden_size
     is_transposed = not isinstance(config.quantization, Mapping) or config.quantization.get("quant_method") != "mxfp4"
     embedding = EmbeddingConfig.read(fields)
     rotary, max_position = rotary_frequencies(fields), read_max_position(fields)

@@ -22,7 +22,7 @@ from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, spanned, stacked, whole
@@ -54,7 +54,7 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         EmbeddingConfig.read(fields), multiplier=embedding_multiplier, logits_multiplier=1 / logits_divisor
     )
     max_position = read_max_position(fields)
-    norm, hidden_size = plain(attention.eps), attention.hidden_size
+    norm, hidden_size = rms(attention.eps), attention.hidden_size
 
     def build_layer(kind: str) -> Layer:
         is_attention = kind == "full_attention"

@@ -27,7 +27,7 @@ from strandline.models.layers.experts import MAX_EXPERTS, Experts, alternating
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.output_convolutions import OutputConvolutions
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
-from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, plain
+from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, rms
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -110,7 +110,7 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
         fields.reject("mlp_layer_types", f"a list of {len(layer_types)}, one for each layer")
     attention = {kind: RelativeAttentionConfig.read(fields, is_sliding=kind == SLIDING) for kind in set(layer_types)}
     mlp, moe = GatedMlpConfig.read(fields), _read_moe(fields)
-    norm, hidden_size = plain(read_eps(fields)), fields.size("hidden_size")
+    norm, hidden_size = rms(read_eps(fields)), fields.size("hidden_size")
     num_taps = fields.size("conv_kernel_size", at_least=2, at_most=MAX_TAPS)
     num_published = read_vocab_size(fields)
     vocab_size = fields.size("unpadded_vocab_size", at_most=num_published, default=num_published)

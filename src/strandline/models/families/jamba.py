@@ -28,7 +28,7 @@ from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -51,7 +51,7 @@ def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
     fields.choice("hidden_act", ["silu"])
     attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
     mamba, mlp, moe = _read_mamba(fields), GatedMlpConfig.read(fields), _read_experts(fields)
-    norm, hidden_size = plain(attention.eps), attention.hidden_size
+    norm, hidden_size = rms(attention.eps), attention.hidden_size
 
     def build_layer(index: int, kind: str) -> Layer:
         is_attention, is_sparse = kind == "full_attention", _is_sparse(fields, index)
@@ -85,7 +85,7 @@ def _read_mamba(fields: Fields) -> Mamba1Config:
         num_taps=fields.size("mamba_d_conv", at_least=2, at_most=MAX_TAPS),
         has_bias=fields.flag("mamba_proj_bias"),
         has_conv_bias=fields.flag("mamba_conv_bias"),
-        norm=InnerNorm.WEIGHTED,
+        norm=InnerNorm.WEIGHTED_RMS,
         eps=read_eps(fields),
     )
 

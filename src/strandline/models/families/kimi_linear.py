@@ -17,7 +17,7 @@ from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -50,7 +50,7 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
         fields.reject("q_lora_rank", "null")
     delta, latent = KimiDeltaAttentionConfig.read(fields), LatentAttentionConfig.read(fields, LATENT_EPS)
     mlp, moe = GatedMlpConfig.read(fields), read_experts(fields)
-    norm, hidden_size = plain(read_eps(fields)), latent.hidden_size
+    norm, hidden_size = rms(read_eps(fields)), latent.hidden_size
 
     def build_layer(kind: str, mlp_kind: str) -> Layer:
         is_linear, is_sparse = kind == "linear_attention", mlp_kind == "sparse"

@@ -18,7 +18,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_lay
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, stacked_rows, whole
@@ -37,13 +37,13 @@ def build_lara_mini(config: ModelConfig, site: Site) -> CausalLM:
     fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types = read_layer_types(fields, (FULL, SLIDING, LINEAR))
-    attention = AttentionConfig.read(fields, QueryKeyNorm.PLAIN)
+    attention = AttentionConfig.read(fields, QueryKeyNorm.RMS)
     by_type = {FULL: replace(attention, is_rotated=False)}
     if SLIDING in layer_types:
         by_type[SLIDING] = replace(attention, window_tokens=fields.size("sliding_window", at_most=UNLIMITED_POSITION))
     gated_delta = GatedDeltaNetConfig.read(fields)
     moe = SparseMoeConfig.read(fields, is_normalised=fields.flag("norm_topk_prob"))
-    moe, norm, hidden_size = replace(moe, is_shared_gated=False), plain(attention.eps), attention.hidden_size
+    moe, norm, hidden_size = replace(moe, is_shared_gated=False), rms(attention.eps), attention.hidden_size
     embedding = EmbeddingConfig.read(fields)
     rotary, max_position = rotary_frequencies(fields), read_max_position(fields)
 

@@ -19,7 +19,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_lay
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
 from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig
@@ -101,8 +101,8 @@ def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig
     """Build the model of a configuration, given the feed-forward part of each layer."""
     fields = config.text
     eps = read_eps(fields, "norm_eps")
-    attention = AttentionConfig.read(fields, QueryKeyNorm.PLAIN, eps=eps, has_bias=False)
-    conv, norm, hidden_size = ShortConvConfig.read(fields), plain(eps), attention.hidden_size
+    attention = AttentionConfig.read(fields, QueryKeyNorm.RMS, eps=eps, has_bias=False)
+    conv, norm, hidden_size = ShortConvConfig.read(fields), rms(eps), attention.hidden_size
 
     def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> Layer:
         return pre_norm_layer(

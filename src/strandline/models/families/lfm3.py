@@ -16,7 +16,7 @@ from strandline.models.layers.attention_parts import AttentionConfig, OutputGate
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer, sandwich_layer
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, SandwichNorm, plain
+from strandline.models.layers.residual import PreNorm, SandwichNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
 from strandline.models.layers.site import Site
@@ -38,7 +38,7 @@ def build_lfm3(config: ModelConfig, site: Site) -> CausalLM:
     fields = config.text
     layer_types, eps = read_layer_types(fields, (FULL, SLIDING, CONV)), read_eps(fields, "norm_eps")
     gate = OutputGate.PER_HEAD if fields.flag("use_attention_gate") else OutputGate.NONE
-    attention = replace(AttentionConfig.read(fields, QueryKeyNorm.PLAIN, eps=eps), gate=gate)
+    attention = replace(AttentionConfig.read(fields, QueryKeyNorm.RMS, eps=eps), gate=gate)
     by_type = {FULL: attention}
     if SLIDING in layer_types:
         by_type[SLIDING] = replace(attention, window_tokens=fields.size("sliding_window", at_most=UNLIMITED_POSITION))
@@ -46,7 +46,7 @@ def build_lfm3(config: ModelConfig, site: Site) -> CausalLM:
     conv, mlp, norm, hidden_size = (
         ShortConvConfig.read(fields),
         GatedMlpConfig.read(fields),
-        plain(eps),
+        rms(eps),
         attention.hidden_size,
     )
     embedding = EmbeddingConfig.read(fields)

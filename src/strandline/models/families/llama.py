@@ -16,7 +16,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_lay
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, whole
@@ -54,7 +54,7 @@ def build(
     fields.choice("hidden_act", ["silu"])
     attention, embedding = AttentionConfig.read(fields, norm), EmbeddingConfig.read(fields)
     rotary, max_position = rotary_frequencies(fields), read_max_position(fields)
-    residual_norm, hidden_size = plain(attention.eps), attention.hidden_size
+    residual_norm, hidden_size = rms(attention.eps), attention.hidden_size
     layers = [
         pre_norm_layer(
             Attention(attention, site),

@@ -23,7 +23,7 @@ from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -51,7 +51,7 @@ def build_falcon_mamba(config: ModelConfig, site: Site) -> CausalLM:
         ConfigError: a setting is not supported.
     """
     fields = config.text
-    return _build(fields, InnerNorm.PLAIN, read_eps(fields, "mixer_rms_eps"), site)
+    return _build(fields, InnerNorm.RMS, read_eps(fields, "mixer_rms_eps"), site)
 
 
 def _build(fields: Fields, norm: InnerNorm, inner_eps: float, site: Site) -> CausalLM:
@@ -67,7 +67,7 @@ def _build(fields: Fields, norm: InnerNorm, inner_eps: float, site: Site) -> Cau
         norm=norm,
         eps=inner_eps,
     )
-    residual_norm, hidden_size = plain(read_eps(fields, "layer_norm_epsilon")), mamba.hidden_size
+    residual_norm, hidden_size = rms(read_eps(fields, "layer_norm_epsilon")), mamba.hidden_size
     layers = [
         pre_norm_layer(Mamba1Layer(mamba, site), None, residual_norm, hidden_size, site)
         for _ in read_layer_types(fields, LAYER_TYPES)

@@ -16,7 +16,7 @@ from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -45,7 +45,7 @@ def build_mamba2(config: ModelConfig, site: Site) -> CausalLM:
     fields = config.text
     fields.choice("hidden_act", ["silu"])
     eps = read_eps(fields, "layer_norm_epsilon")
-    mamba2, norm = Mamba2Config.read(fields, NAMES, eps), plain(eps)
+    mamba2, norm = Mamba2Config.read(fields, NAMES, eps), rms(eps)
     embedding = EmbeddingConfig.read(fields)
     layers = [
         pre_norm_layer(Mamba2Layer(mamba2, site), None, norm, mamba2.hidden_size, site)

@@ -19,7 +19,7 @@ from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.lightning import LightningAttention, LightningConfig
 from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.residual import NormedStream, PreNorm, StreamScale, plain
+from strandline.models.layers.residual import NormedStream, PreNorm, StreamScale, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -48,7 +48,7 @@ def build_minimax(config: ModelConfig, site: Site) -> CausalLM:
     layer_types = read_layer_types(fields, LAYER_TYPES)
     attention = AttentionConfig.read(fields, QueryKeyNorm.NONE, has_bias=False)
     moe, mlp_scale = _read_experts(fields), _read_scale(fields, "mlp")
-    norm, hidden_size = plain(attention.eps), attention.hidden_size
+    norm, hidden_size = rms(attention.eps), attention.hidden_size
     # Rotated channels of a head: published configurations have a separate field for them.
     has_rotary_dim = fields.value("rotary_dim") is not None
     rotary_dim = fields.size("rotary_dim", at_least=2, at_most=attention.head_dim) if has_rotary_dim else None

@@ -31,7 +31,7 @@ from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
-from strandline.models.layers.residual import PreNorm, plain
+from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.sigmoid_moe import read_routing
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -70,7 +70,7 @@ def build_nemotron_h(config: ModelConfig, site: Site) -> CausalLM:
     layer_types, embedding = read_layer_types(fields, LAYER_TYPES), EmbeddingConfig.read(fields)
     mlp_size, has_bias = fields.size("intermediate_size"), fields.flag("mlp_bias")
     max_position = read_max_position(fields)
-    norm, hidden_size = plain(eps), attention.hidden_size
+    norm, hidden_size = rms(eps), attention.hidden_size
     experts = {index: _read_experts(of_layer) for index, of_layer in _of_layers(fields, layer_types)}
 
     def build_layer(*kinds: str, experts: ReluSquaredMoeConfig | None) -> Layer:

@@ -21,7 +21,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_lay
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PostNorm, PreNorm, plain
+from strandline.models.layers.residual import PostNorm, PreNorm, rms
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
@@ -46,7 +46,7 @@ def build_olmo_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     attention, mlp = AttentionConfig.read(fields, QueryKeyNorm.WIDE), GatedMlpConfig.read(fields)
     max_beta = 2 if fields.flag("linear_allow_neg_eigval") else 1
     gated_delta = replace(GatedDeltaNetConfig.read(fields), eps=OUTPUT_NORM_EPS, max_beta=max_beta)
-    norm, hidden_size = plain(attention.eps), attention.hidden_size
+    norm, hidden_size = rms(attention.eps), attention.hidden_size
 
     def build_layer(kind: str) -> Layer:
         if kind == "full_attention":

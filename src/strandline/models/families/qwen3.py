@@ -25,7 +25,7 @@ def build_qwen3(config: ModelConfig, site: Site) -> CausalLM:
     """
     fields = config.text
     mlps = [GatedMlpConfig.read(fields)] * len(read_layer_types(fields, LAYER_TYPES))
-    return llama.build(config, QueryKeyNorm.PLAIN, mlps, site)
+    return llama.build(config, QueryKeyNorm.RMS, mlps, site)
 
 
 def build_qwen3_moe(config: ModelConfig, site: Site) -> CausalLM:
@@ -38,4 +38,4 @@ def build_qwen3_moe(config: ModelConfig, site: Site) -> CausalLM:
     if fields.value("use_sliding_window") and fields.value("sliding_window") is not None:
         fields.reject("use_sliding_window", "false")
     mlps = read_mlps(fields, len(read_layer_types(fields, LAYER_TYPES)), is_shared=False)
-    return llama.build(config, QueryKeyNorm.PLAIN, mlps, site)
+    return llama.build(config, QueryKeyNorm.RMS, mlps, site)

@@ -20,7 +20,7 @@ from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNo
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
-from strandline.models.layers.residual import PreNorm, Unnormed, plain
+from strandline.models.layers.residual import PreNorm, Unnormed, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.shared_block import SharedBlock, SharedBlockConfig, SharedBlockUse
 from strandline.models.layers.site import Site
@@ -53,7 +53,7 @@ def build_zamba2(config: ModelConfig, site: Site) -> CausalLM:
     rotary = rotary_frequencies(fields) if fields.flag("use_mem_rope") else None
     hidden_size = block.attention.hidden_size
     embedding = EmbeddingConfig.read(fields)
-    max_position, norm = read_max_position(fields), plain(block.attention.eps)
+    max_position, norm = read_max_position(fields), rms(block.attention.eps)
     num_blocks = min(fields.size("num_mem_blocks"), layer_types.count("hybrid"))
     blocks = [SharedBlock(block, site) for _ in range(num_blocks)]
 

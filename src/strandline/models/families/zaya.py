@@ -23,7 +23,7 @@ from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.convolved_attention import ConvolvedAttention, ConvolvedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.residual import NormedResidual, PreNorm, ResidualNorm, Stream, plain
+from strandline.models.layers.residual import NormedResidual, PreNorm, ResidualNorm, Stream, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
 from strandline.models.layers.skipping_moe import RouterState, SkippingMoe, SkippingMoeConfig
@@ -104,7 +104,7 @@ def build_zaya(config: ModelConfig, site: Site) -> CausalLM:
     num_layers = len(read_layer_types(fields, [LAYER_TYPE]))
     attention, moe = ConvolvedAttentionConfig.read(fields), SkippingMoeConfig.read(fields)
     rotary = rotary_frequencies(fields, layer_type=LAYER_TYPE)
-    norm, hidden_size, state = plain(moe.eps), moe.hidden_size, RouterState()
+    norm, hidden_size, state = rms(moe.eps), moe.hidden_size, RouterState()
 
     def build_layer(index: int) -> Layer:
         is_first = index == 0

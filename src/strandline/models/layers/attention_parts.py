@@ -37,9 +37,9 @@ class QueryKeyNorm(Enum):
     """How the heads of queries and keys are normalised before their positions are embedded."""
 
     NONE = "none"
-    PLAIN = "plain"
-    ZERO_CENTERED = "zero-centred"
-    WIDE = "plain, over all heads at once"
+    RMS = "RMS norm of each head"
+    ZERO_CENTERED = "RMS norm of each head, whose weight is added to 1"
+    WIDE = "RMS norm over all heads at once"
 
 
 class OutputGate(Enum):

@@ -39,8 +39,8 @@ class InnerNorm(Enum):
     """How what time steps and state projections are made of is normalised."""
 
     NONE = "none"
-    PLAIN = "plain"
-    WEIGHTED = "plain, then multiplied by a weight"
+    RMS = "RMS norm without a weight"
+    WEIGHTED_RMS = "RMS norm with a weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Mamba1Layer(nn.Module):
             (mamba1_prefill, mamba1_decode), (size, config.state_dim), config.state_dtype, mamba1_log(self.A_log_VK)
         )
         self.norms = nn.ParameterList(
-            site.gain(num_rows) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED
+            site.gain(num_rows) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED_RMS
         )
         """Gains of the norms of the time step's low-rank input, of B and of C."""
 

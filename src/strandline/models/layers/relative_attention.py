@@ -86,7 +86,7 @@ class RelativeAttentionConfig:
                 head_dim,
                 read_eps(fields),
                 has_bias=False,
-                norm=QueryKeyNorm.PLAIN,
+                norm=QueryKeyNorm.RMS,
                 scale=1 / head_dim,  # both queries and keys are normalised
                 is_rotated=False,
                 window_tokens=distances if is_sliding else None,

@@ -141,7 +141,7 @@ class ResidualNorm:
     """Creates the weight of a norm, given a site and a size: ``gain``, or ``parameter`` if it is added to 1."""
 
 
-def plain(eps: float) -> ResidualNorm:
+def rms(eps: float) -> ResidualNorm:
     """Return the RMS norm whose weight multiplies the rounded result."""
     return ResidualNorm(rms_norm, add_rms_norm, eps, Site.gain)
 
@@ -301,7 +301,7 @@ class NormedStream(PreNorm):
 
     def connect(self, kernels: Kernels, part: object = None) -> None:
         """Compute with these kernels from now on."""
-        del part  # the stream goes on from the norm's plain result
+        del part  # the stream goes on from the norm's result, which must not be quantised
         super().connect(kernels)
 
     def enter(self, stream: Stream) -> tuple[Any, Stream]:

@@ -72,7 +72,7 @@ def make_case(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocks", [[1, 3, 3, 4], [2, 0, 0, 1], [0, 0, 0, 0]])
-@pytest.mark.parametrize("norm", ["none", "plain", "zero-centred"])
+@pytest.mark.parametrize("norm", ["none", "rms", "zero-centred"])
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_only_keys_and_values_of_named_rows_are_stored(
     blocks: list[int], dtype: torch.dtype, norm: str, is_rotated: bool
@@ -83,7 +83,7 @@ def test_only_keys_and_values_of_named_rows_are_stored(
     q_TO, k_TO, v_TO, _ = case.projected_TO.clone().split(split, dim=-1)
     q_THD, k_TGD, v_TGD = (x.unflatten(-1, (-1, head_dim)) for x in (q_TO, k_TO, v_TO))
     if norm != "none":
-        normalise = (rms_norm if norm == "plain" else rms_norm_zero_centered).reference
+        normalise = (rms_norm if norm == "rms" else rms_norm_zero_centered).reference
         q_THD, k_TGD = normalise(q_THD, case.norm.q_D, EPS), normalise(k_TGD, case.norm.k_D, EPS)
     if is_rotated:
         q_THD, k_TGD = apply_rotary(q_THD, case.rotary), apply_rotary(k_TGD, case.rotary)
@@ -94,7 +94,7 @@ def test_only_keys_and_values_of_named_rows_are_stored(
                 memory[block, offset] = new_TGD[row]
     out_THD = prepare_qkv(
         *case.projected_TO.split(split, dim=-1)[:3],
-        None if norm == "none" else case.norm._replace(is_zero_centered=norm != "plain"),
+        None if norm == "none" else case.norm._replace(is_zero_centered=norm != "rms"),
         case.rotary if is_rotated else None,
         case.memory,
         case.batch,

@@ -92,7 +92,7 @@ def check(
     """Compare with the reference implementation.
 
     Args:
-        norm: norm of heads: ``none``, ``plain`` or ``zero-centred``.
+        norm: norm of heads: ``none``, ``rms`` or ``zero-centred``.
         is_apart: queries, keys and values are tensors of their own, not columns of one.
         scales: scales of keys and of values in e4m3; None: they are kept in ``dtype``.
     """
@@ -102,7 +102,7 @@ def check(
     projected_TO = wide[:, 8 : 8 + features + 5]
     projected_TO[:, :features] = torch.randn(num_tokens, features, device=device).to(dtype)
     weights = torch.randn(2, head_dim, device=device).to(dtype)
-    head_norm = None if norm == "none" else HeadNorm(*weights, EPS, is_zero_centered=norm != "plain")
+    head_norm = None if norm == "none" else HeadNorm(*weights, EPS, is_zero_centered=norm != "rms")
     positions_T = torch.randint(0, 5000, (num_tokens,), device=device)
     rotary = rotary_table.reference(positions_T, default_frequencies(1e4, shape.rotary_dim).to(device), 1.0)
     batch = make_batch(shape.blocks, device)
@@ -151,7 +151,7 @@ def test_rows_are_stored_where_they_belong_and_nowhere_else(shape: Shape, dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm", ["none", "plain", "zero-centred"])
+@pytest.mark.parametrize("norm", ["none", "rms", "zero-centred"])
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_norm_and_rotation_may_be_left_out(norm: str, is_rotated: bool, dtype: torch.dtype) -> None:
     check(SHAPES[0], dtype, "cpu", norm=norm, is_rotated=is_rotated)

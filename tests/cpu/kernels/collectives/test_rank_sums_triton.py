@@ -27,12 +27,12 @@ EPS = 1e-6
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 """Relative: float32 adds squares in another order; the interpreter cuts bfloat16 off, twice."""
 
-NORMS: dict[str, Operation[..., Any]] = {"plain": add_rms_norm, "zero-centred": add_rms_norm_zero_centered}
+NORMS: dict[str, Operation[..., Any]] = {"rms": add_rms_norm, "zero-centred": add_rms_norm_zero_centered}
 
 ROWS = (1, 8, 3, 1, 1, 5, 8, 2, 7, 1, 4)
 """Rows of one call after another: each row has epochs of its own."""
 
-KINDS = ("plain", "sum", "zero-centred", "gather")
+KINDS = ("rms", "sum", "zero-centred", "gather")
 
 
 class Inputs(NamedTuple):
