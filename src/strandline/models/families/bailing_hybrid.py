@@ -34,9 +34,6 @@ from strandline.models.layers.targets import NamedTargets, renamed, sharded, who
 FULL, LINEAR = "full_attention", "linear_attention"
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
 
-LATENT_EPS: Final = 1e-6
-"""Epsilon of latents' norms, which no configuration names."""
-
 MIN_LOG_DECAY: Final = -100.0
 """Least supported bound of log decays: less leaves nothing of a state."""
 
@@ -87,7 +84,7 @@ def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
 
 def _read_latent(fields: Fields) -> LatentAttentionConfig:
     query_rank = None if fields.value("q_lora_rank") is None else fields.size("q_lora_rank")
-    sizes = LatentAttentionConfig.read(fields, LATENT_EPS)
+    sizes = LatentAttentionConfig.read(fields)
     return replace(sizes, query_rank=query_rank, is_rotated=True, is_gated=True)
 
 

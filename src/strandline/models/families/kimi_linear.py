@@ -25,9 +25,6 @@ from strandline.models.layers.targets import NamedTargets, renamed, whole
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
 
-LATENT_EPS: Final = 1e-6
-"""Epsilon of latents' norms, which no configuration names."""
-
 EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Published names that differ from other families'."""
 
@@ -48,7 +45,7 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
         fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
     if fields.value("q_lora_rank") is not None:
         fields.reject("q_lora_rank", "null")
-    delta, latent = KimiDeltaAttentionConfig.read(fields), LatentAttentionConfig.read(fields, LATENT_EPS)
+    delta, latent = KimiDeltaAttentionConfig.read(fields), LatentAttentionConfig.read(fields)
     mlp, moe = GatedMlpConfig.read(fields), read_experts(fields)
     norm, hidden_size = rms(read_eps(fields)), latent.hidden_size
 

@@ -39,6 +39,9 @@ from strandline.specs import LayerSpec, TensorSpec
 
 MAX_LATENT: Final = 2**12
 
+LATENT_EPS: Final = 1e-6
+"""Epsilon of latents' norms in families whose configurations do not name it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionConfig:
@@ -63,7 +66,7 @@ class LatentAttentionConfig:
     """Whether a sigmoid gate multiplies the result of each head."""
 
     @classmethod
-    def read(cls, fields: Fields, eps: float) -> "LatentAttentionConfig":
+    def read(cls, fields: Fields, eps: float = LATENT_EPS) -> "LatentAttentionConfig":
         """Read the sizes of a text configuration but ``query_rank``; raises as ``Fields``."""
         num_heads = fields.size("num_attention_heads", at_most=MAX_HEADS)
         if fields.size("num_key_value_heads", at_most=MAX_HEADS) != num_heads:
