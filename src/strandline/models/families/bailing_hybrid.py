@@ -29,13 +29,10 @@ from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, sharded, whole
+from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 FULL, LINEAR = "full_attention", "linear_attention"
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
-
-MIN_LOG_DECAY: Final = -100.0
-"""Least supported bound of log decays: less leaves nothing of a state."""
 
 PUBLISHED: Final = {"embed_tokens": "word_embeddings", "o_proj": "dense"}
 """Published names that differ from other families'."""
@@ -76,10 +73,8 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
 
 
 def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
-    config = replace(KimiDeltaAttentionConfig.read(fields), is_low_rank=False)
-    if not fields.flag("kda_safe_gate"):
-        return config
-    return replace(config, lower_bound=fields.number("kda_lower_bound", at_least=MIN_LOG_DECAY, at_most=0))
+    lower_bound = "kda_lower_bound" if fields.flag("kda_safe_gate") else None
+    return replace(KimiDeltaAttentionConfig.read(fields, lower_bound), is_low_rank=False)
 
 
 def _read_latent(fields: Fields) -> LatentAttentionConfig:
@@ -99,11 +94,7 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
-        for name, target in renamed(mixer.targets(f"{prefix}attention."), PUBLISHED):
-            if isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log"):
-                yield name, sharded(mixer.A_log_H, mixer.shard)  # published with one dimension
-            else:
-                yield name, target
+        yield from renamed(mixer.targets(f"{prefix}attention."), PUBLISHED)
         if isinstance(mlp, SigmoidMoe):
             yield from mlp.targets(f"{prefix}mlp.", names, "gate.expert_bias")
         else:

@@ -32,15 +32,12 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig, read_limit
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.layers.site import Site
 from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
-from strandline.models.layers.targets import NamedTargets, sharded, whole
+from strandline.models.layers.targets import NamedTargets, whole
 
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
 INDEXER_TYPES: Final = ("full", "shared")
-
-MIN_LOG_DECAY: Final = -100.0
-"""Least supported bound of log decays: less leaves nothing of a state."""
 
 Layer = DecoderLayer[KimiDeltaAttention | IndexedLatentAttention, SigmoidMoe | GatedMlp]
 
@@ -99,10 +96,8 @@ def _read_indexer_types(fields: Fields, layer_types: Sequence[str]) -> tuple[str
 
 
 def _read_delta(fields: Fields) -> KimiDeltaAttentionConfig:
-    config = KimiDeltaAttentionConfig.read(fields)
-    if fields.value("linear_lower_bound") is None:
-        return config
-    return replace(config, lower_bound=fields.number("linear_lower_bound", at_least=MIN_LOG_DECAY, at_most=0))
+    is_bounded = fields.value("linear_lower_bound") is not None
+    return KimiDeltaAttentionConfig.read(fields, "linear_lower_bound" if is_bounded else None)
 
 
 def _published(decoder: Decoder, last_mix: StreamMean, layers: Sequence[Layer], names: frozenset[str]) -> NamedTargets:
@@ -120,11 +115,7 @@ def _published_layer(layer: Layer, prefix: str, names: frozenset[str]) -> NamedT
         assert isinstance(mix, HyperConnection)
         yield from mix.targets(f"{prefix}hc_{part}_")
         yield f"{prefix}{norm}.weight", whole(mix.norm_E)
-    for name, target in mixer.targets(f"{prefix}self_attn."):
-        if isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log"):
-            yield name, sharded(mixer.A_log_H, mixer.shard)  # published with one dimension
-        else:
-            yield name, target
+    yield from mixer.targets(f"{prefix}self_attn.")
     if isinstance(mlp, SigmoidMoe):
         yield from mlp.targets(f"{prefix}mlp.", names, "gate.e_score_correction_bias")
     else:

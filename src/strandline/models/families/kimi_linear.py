@@ -20,7 +20,7 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
 from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.targets import NamedTargets, renamed, sharded, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 MLP_LAYER_TYPES: Final = ("dense", "sparse")
@@ -72,7 +72,10 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
         prefix, mixer, mlp = f"model.layers.{index}.", layer.mixer, layer.mlp
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
-        yield from mixer.targets(f"{prefix}self_attn.")
+        for name, target in mixer.targets(f"{prefix}self_attn."):
+            # Rates of decays are published with the dimensions that they are broadcast over.
+            is_rate = isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log")
+            yield name, sharded(mixer.A_log_H.view(1, 1, -1, 1), mixer.shard, dim=2) if is_rate else target
         if isinstance(mlp, SigmoidMoe):
             yield from _expert_targets(mlp, f"{prefix}block_sparse_moe.", names)
             continue

@@ -12,6 +12,7 @@ side, R rank of the gates' projections, S slots; of a window's memory R are the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 from strandline.specs import LayerSpec, TensorSpec
 
+MIN_LOWER_BOUND: Final = -100.0
+"""Least supported bound of log decays: less leaves nothing of a state."""
+
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttentionConfig:
@@ -49,14 +53,21 @@ class KimiDeltaAttentionConfig:
     """Whether decays and output gates are made of a few channels that all heads share."""
 
     @classmethod
-    def read(cls, fields: Fields) -> "KimiDeltaAttentionConfig":
-        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`."""
+    def read(cls, fields: Fields, lower_bound: str | None = None) -> "KimiDeltaAttentionConfig":
+        """Read a text configuration; raises as :class:`strandline.config_fields.Fields`.
+
+        Args:
+            lower_bound: the field with the least log decay; None: there is no bound.
+        """
         return cls(
             hidden_size=fields.size("hidden_size"),
             num_heads=fields.size("linear_num_heads", at_most=MAX_HEADS),
             head_dim=fields.size("linear_head_dim", at_most=MAX_HEAD_DIM),
             num_taps=fields.size("linear_conv_kernel_dim", at_least=2, at_most=MAX_TAPS),
             eps=read_eps(fields),
+            lower_bound=None
+            if lower_bound is None
+            else fields.number(lower_bound, at_least=MIN_LOWER_BOUND, at_most=0),
         )
 
     def of(self, shard: Shard) -> "KimiDeltaAttentionConfig":
@@ -151,7 +162,7 @@ class KimiDeltaAttention(nn.Module):
             else:
                 yield f"{prefix}{name}_a_proj.weight", whole(rows)
                 yield from up.targets(f"{prefix}{name}_b_proj.")
-        yield f"{prefix}A_log", sharded(self.A_log_H.view(1, 1, -1, 1), self.shard, dim=2)
+        yield f"{prefix}A_log", sharded(self.A_log_H, self.shard)
         yield f"{prefix}dt_bias", sharded(self.dt_bias_O, self.shard)
         yield f"{prefix}o_norm.weight", whole(self.norm_K)
         yield from self.out_proj.targets(f"{prefix}o_proj.")
