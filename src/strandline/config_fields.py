@@ -131,6 +131,19 @@ def read_layer_types(fields: Fields, kinds: Sequence[str]) -> tuple[str, ...]:
     return layer_types
 
 
+def read_layer_kinds(fields: Fields, name: str, kinds: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Return the kind of a part of each layer."""
+    found = fields.list_of(name, lambda entries, entry: entries.choice(entry, kinds))
+    if len(found) != num_layers:
+        fields.reject(name, f"a list of {num_layers}, one for each layer")
+    return found
+
+
+def read_mlp_layer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """Return the kind of each layer's feed-forward part, ``dense`` or ``sparse``."""
+    return read_layer_kinds(fields, "mlp_layer_types", ("dense", "sparse"), num_layers)
+
+
 def read_head_dim(fields: Fields) -> int:
     """Return the channels of an attention head: ``head_dim``, or the hidden size divided by the number of heads."""
     share = fields.size("hidden_size") // fields.size("num_attention_heads", at_most=MAX_HEADS)

@@ -27,12 +27,11 @@ from strandline.models.layers.latent_attention import LatentAttention, LatentAtt
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, build_feed_forward, read_feed_forwards
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
 FULL, LINEAR = "full_attention", "linear_attention"
-MLP_LAYER_TYPES: Final = ("dense", "sparse")
 
 PUBLISHED: Final = {"embed_tokens": "word_embeddings", "o_proj": "dense"}
 """Published names that differ from other families'."""
@@ -49,11 +48,8 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
     fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types = read_layer_types(fields, (FULL, LINEAR))
-    mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_LAYER_TYPES))
-    if len(mlp_types) != len(layer_types):
-        fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
     delta, latent = _read_delta(fields), _read_latent(fields)
-    mlp, moe, rotary = GatedMlpConfig.read(fields), read_experts(fields), _read_rotary(fields)
+    feed_forwards, rotary = read_feed_forwards(fields, len(layer_types)), _read_rotary(fields)
     norm, hidden_size = rms(read_eps(fields)), latent.hidden_size
     embedding = EmbeddingConfig.read(fields)
     max_position, num_drafting = (
@@ -61,12 +57,11 @@ def build_bailing_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         fields.size("num_mtp_layers", at_least=0, at_most=MAX_LAYERS),
     )
 
-    def build_layer(kind: str, mlp_kind: str) -> Layer:
+    def build_layer(kind: str, feed_forward: GatedMlpConfig | SigmoidMoeConfig) -> Layer:
         mixer = KimiDeltaAttention(delta, site) if kind == LINEAR else LatentAttention(latent, site)
-        feed = SigmoidMoe(moe, site) if mlp_kind == "sparse" else GatedMlp(mlp, site)
-        return pre_norm_layer(mixer, feed, norm, hidden_size, site)
+        return pre_norm_layer(mixer, build_feed_forward(feed_forward, site), norm, hidden_size, site)
 
-    layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
+    layers = [build_layer(*kinds) for kinds in zip(layer_types, feed_forwards, strict=True)]
     decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, rotary, site)
     drafting = tuple(f"model.layers.{len(layers) + index}." for index in range(num_drafting))
     return CausalLM(decoder, max_position, partial(_published, decoder, layers), skipped_prefixes=drafting)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_layer_types, read_max_position
+from strandline.config_fields import Fields, read_layer_kinds, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer
@@ -29,14 +29,13 @@ from strandline.models.layers.indexed_latent_attention import (
 )
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig, read_limit
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, build_feed_forward, read_feed_forwards
 from strandline.models.layers.site import Site
 from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets, whole
 
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
-MLP_LAYER_TYPES: Final = ("dense", "sparse")
 INDEXER_TYPES: Final = ("full", "shared")
 
 Layer = DecoderLayer[KimiDeltaAttention | IndexedLatentAttention, SigmoidMoe | GatedMlp]
@@ -51,25 +50,22 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
     fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types, streams = read_layer_types(fields, LAYER_TYPES), HyperConnectionsConfig.read(fields)
-    mlp_types = _read_types(fields, "mlp_layer_types", MLP_LAYER_TYPES, len(layer_types))
     indexer_types = _read_indexer_types(fields, layer_types)
     attention, delta = IndexedLatentAttentionConfig.read(fields), _read_delta(fields)
-    limit = read_limit(fields)
-    mlp, moe = replace(GatedMlpConfig.read(fields), limit=limit), replace(read_experts(fields), limit=limit)
-    choice = GroupChoice()
+    limit, choice = read_limit(fields), GroupChoice()
+    feed_forwards = [replace(each, limit=limit) for each in read_feed_forwards(fields, len(layer_types))]
 
-    def build_layer(kind: str, mlp_kind: str, indexer_kind: str) -> Layer:
+    def build_layer(kind: str, feed_forward: GatedMlpConfig | SigmoidMoeConfig, indexer_kind: str) -> Layer:
         mixer: IndexedLatentAttention | KimiDeltaAttention
         if kind == ATTENTION:
             index = TokenIndex(attention, site) if indexer_kind == "full" else None
             mixer = IndexedLatentAttention(attention, index, choice, site)
         else:
             mixer = KimiDeltaAttention(delta, site)
-        feed = SigmoidMoe(moe, site) if mlp_kind == "sparse" else GatedMlp(mlp, site)
         residuals = (StreamsResidual(HyperConnection(streams, site)) for _ in range(2))
-        return DecoderLayer(mixer, feed, *residuals)
+        return DecoderLayer(mixer, build_feed_forward(feed_forward, site), *residuals)
 
-    layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, indexer_types, strict=True)]
+    layers = [build_layer(*kinds) for kinds in zip(layer_types, feed_forwards, indexer_types, strict=True)]
     embedding, last_mix = EmbeddingConfig.read(fields), StreamMean(streams, site)
     ends = StreamsEnds(last_mix, streams.num_streams)
     decoder = Decoder(layers, ends, embedding, None, site)
@@ -77,17 +73,9 @@ def build_glm5_next(config: ModelConfig, site: Site) -> CausalLM:
     return CausalLM(decoder, read_max_position(fields), published, skipped_prefixes=(draft_layer,))
 
 
-def _read_types(fields: Fields, name: str, choices: Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Return the kind of a part of each layer."""
-    types = fields.list_of(name, lambda entries, entry: entries.choice(entry, choices))
-    if len(types) != num_layers:
-        fields.reject(name, f"a list of {num_layers}")
-    return types
-
-
 def _read_indexer_types(fields: Fields, layer_types: Sequence[str]) -> tuple[str, ...]:
     """Return for each layer whether it has an index or shares that of the layer before."""
-    types = _read_types(fields, "indexer_types", INDEXER_TYPES, len(layer_types))
+    types = read_layer_kinds(fields, "indexer_types", INDEXER_TYPES, len(layer_types))
     kinds = list(zip(layer_types, types, strict=True))
     for index, kind in enumerate(kinds):
         if kind == (ATTENTION, "shared") and (index == 0 or kinds[index - 1] != (ATTENTION, "full")):

@@ -21,7 +21,7 @@ from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig, build_feed_forward
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
 from strandline.models.layers.site import Site
@@ -60,7 +60,7 @@ def build_granite_hybrid(config: ModelConfig, site: Site) -> CausalLM:
         is_attention = kind == "full_attention"
         return pre_norm_layer(
             Attention(attention, site) if is_attention else Mamba2Layer(mamba2, site),
-            SparseMoe(mlp, site) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, site),
+            build_feed_forward(mlp, site),
             norm,
             hidden_size,
             site,

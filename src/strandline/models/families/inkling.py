@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from strandline.config_fields import Fields, read_eps, read_layer_types, read_max_position, read_vocab_size
+from strandline.config_fields import (
+    Fields,
+    read_eps,
+    read_layer_types,
+    read_max_position,
+    read_mlp_layer_types,
+    read_vocab_size,
+)
 from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
@@ -28,15 +35,13 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.output_convolutions import OutputConvolutions
 from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, rms
-from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
+from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig, build_feed_forward
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, interleaved, renamed, spanned, whole
 
 SLIDING: Final = "hybrid_sliding"
 LAYER_TYPES: Final = (SLIDING, "hybrid")
-DENSE: Final = "dense"
-MLP_TYPES: Final = (DENSE, "sparse")
 
 PUBLISHED: Final = "model.llm."
 """Prefix of the tensors of published models, which have names of their own."""
@@ -105,11 +110,10 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
     fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types = read_layer_types(fields, LAYER_TYPES)
-    mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_TYPES))
-    if len(mlp_types) != len(layer_types):
-        fields.reject("mlp_layer_types", f"a list of {len(layer_types)}, one for each layer")
+    mlp_types = read_mlp_layer_types(fields, len(layer_types))
     attention = {kind: RelativeAttentionConfig.read(fields, is_sliding=kind == SLIDING) for kind in set(layer_types)}
-    mlp, moe = GatedMlpConfig.read(fields), _read_moe(fields)
+    feed_forward: dict[str, GatedMlpConfig | SigmoidMoeConfig]
+    feed_forward = {"dense": GatedMlpConfig.read(fields), "sparse": _read_moe(fields)}
     norm, hidden_size = rms(read_eps(fields)), fields.size("hidden_size")
     num_taps = fields.size("conv_kernel_size", at_least=2, at_most=MAX_TAPS)
     num_published = read_vocab_size(fields)
@@ -120,7 +124,7 @@ def build_inkling(config: ModelConfig, site: Site) -> CausalLM:
     def build_layer(kind: str, mlp_type: str) -> PreNormLayer:
         return PreNormLayer(
             RelativeAttention(attention[kind], site),
-            GatedMlp(mlp, site) if mlp_type == DENSE else SigmoidMoe(moe, site),
+            build_feed_forward(feed_forward[mlp_type], site),
             norm,
             hidden_size,
             num_taps,

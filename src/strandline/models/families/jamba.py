@@ -27,7 +27,7 @@ from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.experts import MAX_EXPERTS
 from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig, build_feed_forward
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
@@ -54,14 +54,9 @@ def build_jamba(config: ModelConfig, site: Site) -> CausalLM:
     norm, hidden_size = rms(attention.eps), attention.hidden_size
 
     def build_layer(index: int, kind: str) -> Layer:
-        is_attention, is_sparse = kind == "full_attention", _is_sparse(fields, index)
-        return pre_norm_layer(
-            Attention(attention, site) if is_attention else Mamba1Layer(mamba, site),
-            SparseMoe(moe, site) if is_sparse and moe.num_experts > 1 else GatedMlp(mlp, site),
-            norm,
-            hidden_size,
-            site,
-        )
+        feed_forward = moe if _is_sparse(fields, index) and moe.num_experts > 1 else mlp
+        mixer = Attention(attention, site) if kind == "full_attention" else Mamba1Layer(mamba, site)
+        return pre_norm_layer(mixer, build_feed_forward(feed_forward, site), norm, hidden_size, site)
 
     layers = [build_layer(index, kind) for index, kind in enumerate(read_layer_types(fields, LAYER_TYPES))]
     embedding = EmbeddingConfig.read(fields)

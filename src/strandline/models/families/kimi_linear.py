@@ -18,12 +18,11 @@ from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAtt
 from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, read_experts
+from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, build_feed_forward, read_feed_forwards
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, sharded, whole
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
-MLP_LAYER_TYPES: Final = ("dense", "sparse")
 
 EXPERTS: Final = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Published names that differ from other families'."""
@@ -40,26 +39,17 @@ def build_kimi_linear(config: ModelConfig, site: Site) -> CausalLM:
     fields = config.text
     fields.choice("hidden_act", ["silu"])
     layer_types = read_layer_types(fields, LAYER_TYPES)
-    mlp_types = fields.list_of("mlp_layer_types", lambda entries, name: entries.choice(name, MLP_LAYER_TYPES))
-    if len(mlp_types) != len(layer_types):
-        fields.reject("mlp_layer_types", f"a list of {len(layer_types)}")
     if fields.value("q_lora_rank") is not None:
         fields.reject("q_lora_rank", "null")
     delta, latent = KimiDeltaAttentionConfig.read(fields), LatentAttentionConfig.read(fields)
-    mlp, moe = GatedMlpConfig.read(fields), read_experts(fields)
+    feed_forwards = read_feed_forwards(fields, len(layer_types))
     norm, hidden_size = rms(read_eps(fields)), latent.hidden_size
 
-    def build_layer(kind: str, mlp_kind: str) -> Layer:
-        is_linear, is_sparse = kind == "linear_attention", mlp_kind == "sparse"
-        return pre_norm_layer(
-            KimiDeltaAttention(delta, site) if is_linear else LatentAttention(latent, site),
-            SigmoidMoe(moe, site) if is_sparse else GatedMlp(mlp, site),
-            norm,
-            hidden_size,
-            site,
-        )
+    def build_layer(kind: str, feed_forward: GatedMlpConfig | SigmoidMoeConfig) -> Layer:
+        mixer = KimiDeltaAttention(delta, site) if kind == "linear_attention" else LatentAttention(latent, site)
+        return pre_norm_layer(mixer, build_feed_forward(feed_forward, site), norm, hidden_size, site)
 
-    layers = [build_layer(*kinds) for kinds in zip(layer_types, mlp_types, strict=True)]
+    layers = [build_layer(*kinds) for kinds in zip(layer_types, feed_forwards, strict=True)]
     embedding = EmbeddingConfig.read(fields)
     decoder = Decoder(layers, PreNorm(norm, hidden_size, site), embedding, None, site)
     return CausalLM(decoder, read_max_position(fields), partial(_published, decoder, layers))
@@ -73,9 +63,10 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
         for name, target in mixer.targets(f"{prefix}self_attn."):
-            # Rates of decays are published with the dimensions that they are broadcast over.
-            is_rate = isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log")
-            yield name, sharded(mixer.A_log_H.view(1, 1, -1, 1), mixer.shard, dim=2) if is_rate else target
+            if isinstance(mixer, KimiDeltaAttention) and name.endswith(".A_log"):
+                yield name, sharded(mixer.A_log_H.view(1, 1, -1, 1), mixer.shard, dim=2)  # as it is broadcast
+            else:
+                yield name, target
         if isinstance(mlp, SigmoidMoe):
             yield from _expert_targets(mlp, f"{prefix}block_sparse_moe.", names)
             continue

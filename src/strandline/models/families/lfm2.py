@@ -22,7 +22,7 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
-from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig
+from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig, build_feed_forward
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -107,7 +107,7 @@ def _build(config: ModelConfig, mlps: Sequence[GatedMlpConfig | SigmoidMoeConfig
     def build_layer(kind: str, mlp: GatedMlpConfig | SigmoidMoeConfig) -> Layer:
         return pre_norm_layer(
             Attention(attention, site) if kind == "full_attention" else ShortConv(conv, site),
-            SigmoidMoe(mlp, site) if isinstance(mlp, SigmoidMoeConfig) else GatedMlp(mlp, site),
+            build_feed_forward(mlp, site),
             norm,
             hidden_size,
             site,

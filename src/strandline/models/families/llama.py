@@ -15,7 +15,7 @@ from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNo
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig, build_feed_forward
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.site import Site
@@ -58,7 +58,7 @@ def build(
     layers = [
         pre_norm_layer(
             Attention(attention, site),
-            SparseMoe(mlp, site) if isinstance(mlp, SparseMoeConfig) else GatedMlp(mlp, site),
+            build_feed_forward(mlp, site),
             residual_norm,
             hidden_size,
             site,

@@ -16,7 +16,7 @@ from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_lay
 from strandline.models.layers.embedding import EmbeddingConfig
 from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.moe import SparseMoe, SparseMoeConfig, build_feed_forward
 from strandline.models.layers.multi_token import DraftLayer
 from strandline.models.layers.residual import PreNorm, ResidualNorm, zero_centered
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
@@ -106,13 +106,7 @@ def build(
 def _build_layer(config: HybridConfig, kind: str, mlp: MlpConfig, norm: ResidualNorm, site: Site) -> Layer:
     mixer: Attention | GatedDeltaNet
     mixer = Attention(config.attention, site) if kind == "full_attention" else GatedDeltaNet(config.gated_delta, site)
-    return pre_norm_layer(mixer, _build_mlp(mlp, site), norm, config.attention.hidden_size, site)
-
-
-def _build_mlp(config: MlpConfig, site: Site) -> GatedMlp | SparseMoe:
-    if isinstance(config, SparseMoeConfig):
-        return SparseMoe(config, site)
-    return GatedMlp(config, site)
+    return pre_norm_layer(mixer, build_feed_forward(mlp, site), norm, config.attention.hidden_size, site)
 
 
 def _published(

@@ -18,6 +18,7 @@ from strandline.kernels.experts.router import Routing
 from strandline.kernels.rowwise.normed_rows import NormedRows, settled
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
+from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
@@ -60,6 +61,11 @@ class SparseMoeConfig:
             top_k=fields.size("num_experts_per_tok", at_most=num_experts),
             is_normalised=is_normalised,
         )
+
+
+def build_feed_forward(config: GatedMlpConfig | SparseMoeConfig, site: Site) -> "GatedMlp | SparseMoe":
+    """Return the feed-forward part of a layer, with unfilled parameters."""
+    return SparseMoe(config, site) if isinstance(config, SparseMoeConfig) else GatedMlp(config, site)
 
 
 class SparseMoe(nn.Module):

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from strandline.config_fields import Fields
+from strandline.config_fields import Fields, read_mlp_layer_types
 from strandline.kernels.binding import Kernels
 from strandline.kernels.expert_choices import Summand
 from strandline.kernels.experts.moe import SWIGLU, Activation, SharedExpert, SharedOutput
@@ -101,6 +101,17 @@ def read_experts(fields: Fields) -> SigmoidMoeConfig:
         has_bias=True,
         router_dtype=torch.float32,
     )
+
+
+def read_feed_forwards(fields: Fields, num_layers: int) -> list[GatedMlpConfig | SigmoidMoeConfig]:
+    """Read the feed-forward part of each layer: dense, or experts as ``read_experts`` reads them."""
+    dense, sparse = GatedMlpConfig.read(fields), read_experts(fields)
+    return [sparse if kind == "sparse" else dense for kind in read_mlp_layer_types(fields, num_layers)]
+
+
+def build_feed_forward(config: GatedMlpConfig | SigmoidMoeConfig, site: Site) -> "GatedMlp | SigmoidMoe":
+    """Return the feed-forward part of a layer, with unfilled parameters."""
+    return SigmoidMoe(config, site) if isinstance(config, SigmoidMoeConfig) else GatedMlp(config, site)
 
 
 class SigmoidMoe(nn.Module):
