@@ -308,7 +308,7 @@ class Decoder(nn.Module):
     def embed(self, batch: StepBatch, memory: ModelMemory) -> tuple[Tensor, Step]:
         """Return the embeddings of the step's tokens, and the step with the rotary tables of its positions."""
         encoded_XE = None if batch.picture_offsets is None else memory.pictures
-        embedded_TE: Tensor = self.embedding(batch.token_ids_T, encoded_XE)
+        embedded_TE = self.embedding.inputs(batch.token_ids_T, encoded_XE)
         if encoded_XE is not None and self.picture_token_id is not None:
             batch.token_ids_T.masked_fill_(batch.token_ids_T >= FIRST_VIRTUAL_ID, self.picture_token_id)
         rotary = self._rotary(batch, self.inv_freq_F, self.attention_factor)

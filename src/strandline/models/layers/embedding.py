@@ -40,6 +40,7 @@ class EmbeddingConfig:
     multiplier: float = 1.0
     """Multiplies the tokens' embeddings, before the norm."""
     logits_multiplier: float = 1.0
+    """Multiplies the logits, before they are capped."""
     logits_soft_cap: float | None = None
     """Limit of the logits' size, approached smoothly; None: there is none."""
 
@@ -98,7 +99,7 @@ class Embedding(nn.Module):
         head = DenseWeight(self.embed_ZE) if self.head is None else self.head.weight
         return head.values_OI[: self.num_draftable] if isinstance(head, DenseWeight) else None
 
-    def forward(self, token_ids_T: Tensor, encoded_XE: Tensor | None) -> Tensor:
+    def inputs(self, token_ids_T: Tensor, encoded_XE: Tensor | None) -> Tensor:
         """Return what the first layer reads of tokens: embeddings that are scaled and normalised.
 
         Args:
@@ -110,7 +111,7 @@ class Embedding(nn.Module):
         return embedded_TE
 
     def rows(self, token_ids_T: Tensor, encoded_XE: Tensor | None = None) -> Tensor:
-        """Return the embeddings of tokens as they are published. Arguments as in ``forward``."""
+        """Return the embeddings of tokens as they are published. Arguments as in ``inputs``."""
         if self.shard.count == 1 and encoded_XE is None:
             return F.embedding(token_ids_T, self.embed_ZE)
         held = self.held_tokens
@@ -124,11 +125,8 @@ class Embedding(nn.Module):
 
         They are minus infinity where a column stands for no token.
         """
-        logits_NZ, cap = (
-            multiplied(self._head_products(hidden_NE), self.config.logits_multiplier),
-            self.config.logits_soft_cap,
-        )
-        if cap is not None:
+        logits_NZ = multiplied(self._head_products(hidden_NE), self.config.logits_multiplier)
+        if (cap := self.config.logits_soft_cap) is not None:
             logits_NZ.div_(cap).tanh_().mul_(cap)
         return self._without_spare(logits_NZ)
 
