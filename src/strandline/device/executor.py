@@ -66,7 +66,13 @@ class ExecutorFacts:
     @property
     def limits(self) -> Limits:
         """Limits that requests are checked against."""
-        return Limits(self.vocab_size, self.max_model_len, self.encoder_tokens, routing_shape=self.routing_shape)
+        return Limits(
+            self.vocab_size,
+            self.max_model_len,
+            self.encoder_tokens,
+            routing_shape=self.routing_shape,
+            changes_weights=self.changes_weights,
+        )
 
 
 class LaunchedStep(Protocol):

@@ -223,12 +223,19 @@ class UniExecutor:
             torch.cuda.empty_cache()
 
     def sleep(self, level: int) -> None:
-        """Give back the memory of blocks and slots, and that of the weights.
+        """Give back the memory of blocks and slots, and that of the weights, unless that was done.
 
         On a CPU, weights of level 1 stay where they are, which is the host's memory.
+
+        Args:
+            level: 1: keep the weights in the host's memory. 2: do not, also if a sleep of level 1 has.
         """
-        self._arena_memory.give_back(keeps=False)
-        self.weights.give_back(keeps=level == 1)
+        if "kv_cache" not in self._given_back:
+            self._arena_memory.give_back(keeps=False)
+        if "weights" not in self._given_back:
+            self.weights.give_back(keeps=level == 1)
+        elif level > 1:
+            self.weights.forget_kept()
         self._given_back.update(MEMORIES)
         self.release_free_memory()
 

@@ -86,6 +86,11 @@ class WeightChanges:
         self._memory.give_back(keeps=keeps)
         self._is_lost = not keeps
 
+    def forget_kept(self) -> None:
+        """Give up the weights that ``give_back`` has kept: they are read again."""
+        self._memory.forget()
+        self._is_lost = True
+
     def take_again(self) -> bool:
         """Take the memory again, with the weights; return whether they are there: lost ones may have been received.
 

@@ -19,18 +19,14 @@ from strandline.errors import ConfigError, RequestError
 from strandline.records.control import (
     MEMORIES,
     Action,
-    BeginWeights,
-    DropWeights,
-    JoinTrainer,
-    LeaveTrainer,
     Memory,
     Pause,
-    PrepareWeights,
     ResetCache,
     Resume,
     Sleep,
     UseWeights,
     WakeUp,
+    refusal_of,
 )
 
 WAIT_S: Final = 0.1
@@ -85,7 +81,10 @@ class CoreControl:
         Raises:
             ConfigError: it cannot be done in this engine, or weights cannot be read.
         """
-        self._check(action)
+        changes_weights = self._executor.facts.changes_weights
+        refusal = refusal_of(action, hands_over=self._hands_over, changes_weights=changes_weights)
+        if refusal is not None:
+            raise ConfigError(refusal)
         self._settle()
         try:
             return self._apply(action)
@@ -97,7 +96,7 @@ class CoreControl:
         match action:
             case Pause(epoch):
                 self._is_paused = True
-                if epoch is not None and not self._hands_over:
+                if epoch is not None:
                     self._reset(epoch)
             case Resume():
                 self._is_paused = False
@@ -120,19 +119,6 @@ class CoreControl:
                 self._executor.change_weights(action)
         return True
 
-    def _check(self, action: Action) -> None:
-        """Raise a ConfigError if the engine cannot do what is asked."""
-        if self._hands_over and not isinstance(action, Resume | Pause | LeaveTrainer | DropWeights):
-            raise ConfigError("an engine with --kv-transfer-config keeps its memory, its cache and its weights")
-        rereads = isinstance(action, JoinTrainer | BeginWeights | PrepareWeights) or (
-            isinstance(action, Sleep) and action.level > 1
-        )
-        if rereads and not self._executor.facts.changes_weights:
-            raise ConfigError(
-                "weights are read again, as sleep of level 2 does on waking, only in engines without --enable-lora "
-                "that read no pictures (--language-model-only)"
-            )
-
     def _reset(self, epoch: str) -> None:
         """Preempt all requests, and begin another epoch of the cache, which engines with the same weights share."""
         self._scheduler.preempt_all()
@@ -141,9 +127,9 @@ class CoreControl:
         self._finish_transfers()
 
     def _sleep(self, level: int) -> None:
-        """Give back the cache's memory and the weights'. What the device caches moves to the tiers below it."""
-        if self._given_back:
-            return
+        """Give back the cache's memory and the weights', as far as the engine has them; at level 2 also the copies of
+        weights that level 1 has kept. What the device caches moves to the tiers below it.
+        """
         self._scheduler.preempt_all()
         self._finish_transfers()
         evict_all(self._cache)

@@ -103,7 +103,8 @@ class EngineCore:
                     executor.capture_graphs()
         self.adapters = AdapterUse(executor, self.scheduler)
         loaded = tuple(self.adapters.load(lora.name, lora.path) for lora in config.loras)
-        self.limits = replace(self.limits, adapters=loaded)
+        hands_over = config.kv_transfer is not None
+        self.limits = replace(self.limits, adapters=loaded, hands_over=hands_over)
         self.hand_over = _new_hand_over(config, executor, self.scheduler)
         """Gives prefixes to other engines and fetches them; None: that is not asked for."""
         is_cpu = facts.device_type == "cpu"
@@ -123,7 +124,7 @@ class EngineCore:
         self.is_stalled = False
         """Whether the last step found nothing to do before pictures come."""
         parts = (executor, self.cache, self.loads, self.scheduler, self.settle, self.event_feed, self._auditor)
-        self.control = CoreControl(*parts, hands_over=self.hand_over is not None)
+        self.control = CoreControl(*parts, hands_over=hands_over)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -359,7 +359,15 @@ class LLM:
             self.engine.core.control.apply(Sleep(level))
 
     def wake_up(self, tags: Sequence[Memory] | None = None) -> None:
-        """Take again what ``sleep`` gave back, or a part of it: ``weights`` or ``kv_cache``."""
+        """Take again what ``sleep`` gave back, or a part of it: ``weights`` or ``kv_cache``.
+
+        Raises:
+            RequestError: a tag is unknown.
+            ConfigError: the weights cannot be read again.
+        """
+        unknown = [tag for tag in tags or () if tag not in MEMORIES]
+        if unknown or isinstance(tags, str):
+            raise RequestError(f"tags must be a list of {', '.join(MEMORIES)}, got {tags!r:.100}")
         with self._shared.exclusively(), uninterrupted():
             self.engine.core.control.apply(WakeUp(tuple(MEMORIES if tags is None else tags)))
 
@@ -368,14 +376,14 @@ class LLM:
         with self._shared.exclusively(), uninterrupted():
             return self.engine.core.control.apply(ResetCache(new_epoch(), forced=False))
 
-    def update_weights_from_disk(self, model_path: str) -> None:
+    def update_weights_from_disk(self, model_path: str | os.PathLike[str]) -> None:
         """Compute with the weights of the same model in another directory; what is cached of others is never hit.
 
         Raises:
             ConfigError: they cannot be read, or are another model's. The weights are as before.
         """
         with self._shared.exclusively(), uninterrupted():
-            self.engine.core.control.apply(PrepareWeights(model_path))
+            self.engine.core.control.apply(PrepareWeights(os.fspath(model_path)))
             self.engine.core.control.apply(UseWeights(new_epoch()))
 
     # Parts

@@ -1,6 +1,6 @@
 """What operators and trainers ask of an engine between its steps."""
 
-from typing import Literal
+from typing import Final, Literal
 from uuid import uuid4
 
 import msgspec
@@ -92,3 +92,32 @@ class DropWeights(msgspec.Struct, tag=True, frozen=True):
 
 WeightsAction = JoinTrainer | LeaveTrainer | BeginWeights | ReceiveWeights | PrepareWeights | UseWeights | DropWeights
 Action = Pause | Resume | ResetCache | Sleep | WakeUp | WeightsAction
+
+HANDS_OVER: Final = (
+    "an engine with --kv-transfer-config keeps its memory, its cache and its weights, as other engines may read its "
+    "memory at any time; it can be paused without clearing its cache"
+)
+READS_NO_WEIGHTS: Final = (
+    "weights are read again, as sleep of level 2 does on waking, only in engines without --enable-lora that read no "
+    "pictures (--language-model-only)"
+)
+
+
+def refusal_of(action: Action, *, hands_over: bool, changes_weights: bool) -> str | None:
+    """Return why an engine cannot do what is asked; None: it can, as far as its configuration tells.
+
+    Args:
+        hands_over: whether other engines may read its memory at any time.
+        changes_weights: whether it can read other weights.
+    """
+    match action:
+        case Resume() | Pause(None) | LeaveTrainer() | DropWeights():
+            return None
+        case _ if hands_over:
+            return HANDS_OVER
+        case JoinTrainer() | BeginWeights() | ReceiveWeights() | PrepareWeights() | UseWeights() if not changes_weights:
+            return READS_NO_WEIGHTS
+        case Sleep(level) if level > 1 and not changes_weights:
+            return READS_NO_WEIGHTS
+        case _:
+            return None

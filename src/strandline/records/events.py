@@ -162,6 +162,10 @@ class Limits:
     """Whether the engine asks for pictures that its messages leave out."""
     routing_shape: RoutingShape | None = None
     """What is recorded of the experts that tokens are routed to; None: nothing."""
+    changes_weights: bool = True
+    """Whether the engine can read other weights of its model."""
+    hands_over: bool = False
+    """Whether other engines may read the engine's memory at any time."""
 
 
 @dataclass(frozen=True, slots=True)

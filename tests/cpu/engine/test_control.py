@@ -1,6 +1,7 @@
 """Sleep, resets of the cache and new weights, offline."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,27 @@ def test_level_two_reads_the_last_weights_again(llm: LLM, models: tuple[str, str
     llm.sleep(2)
     llm.wake_up()
     assert answer(llm, PROMPT[:-1] + PROMPT[-1:])[0] == expected
+    llm.update_weights_from_disk(models[0])
+
+
+def test_second_sleep_gives_back_what_the_first_kept(llm: LLM, models: tuple[str, str], tmp_path: Path) -> None:
+    llm.update_weights_from_disk(shutil.copytree(models[1], tmp_path / "b"))
+    expected, _ = answer(llm)
+    llm.sleep(1)
+    llm.wake_up(["weights"])
+    llm.sleep(1)
+    llm.sleep(2)
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(ConfigError):
+        llm.wake_up()
+    for tags in ("weights", ["cuda_graph"]):
+        with pytest.raises(RequestError, match="tags must be a list of weights, kv_cache"):
+            llm.wake_up(tags)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="asleep"):
+        answer(llm)
+    llm.update_weights_from_disk(models[1])
+    llm.wake_up()
+    assert answer(llm)[0] == expected
     llm.update_weights_from_disk(models[0])
 
 

@@ -36,7 +36,8 @@ def servers(bytes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         for index in range(2):
             config = json.dumps(config_of("kv_both", lease_s=LEASE_S))
-            started.append(ServerProcess(bytes_dir, folder / f"log {index}", "--kv-transfer-config", config))
+            flags = "--kv-transfer-config", config, "--enable-admin-endpoints"
+            started.append(ServerProcess(bytes_dir, folder / f"log {index}", *flags))
         yield [server.wait_until_it_serves() for server in started]
     finally:
         for server in started:
@@ -227,3 +228,12 @@ def test_answers_stay_the_same_when_one_side_is_killed(producer: ServerProcess, 
     consumer.wait_until(lambda: bytes_in_use(consumer) == 0)
     # Whether the connection was open already decides what the pull finds.
     consumer.wait_until(lambda: pulls_ended(consumer, "unreachable") + pulls_ended(consumer, "disconnected") == 1)
+
+
+def test_pauses_say_that_the_cache_stays(producer: ServerProcess) -> None:
+    for path, body in (("/pause?clear_cache=true", {}), ("/pause_generation", {"mode": "retract"})):
+        answer = producer.post(path, **body)
+        assert (answer.status_code, "--kv-transfer-config" in answer.text) == (400, True), answer.text
+    assert producer.get("/is_paused").json() == {"is_paused": False}
+    assert producer.post("/pause").json() == {"status": "paused"}
+    assert producer.post("/resume").json() == {"status": "resumed"}

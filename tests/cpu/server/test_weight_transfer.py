@@ -193,6 +193,7 @@ def test_lost_trainer_leaves_the_old_weights(
         ("/update_weights", {"update_info": {"names": "a", "dtype_names": ["int8"], "shapes": [[1]]}}, "names"),
         ("/finish_weight_update", {"weight_version": ""}, "weight_version"),
         ("/finish_weight_update", {}, "start_weight_update"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
     ],
 )
 def test_wrong_calls_are_refused(

@@ -81,6 +81,13 @@ class TensorMemory:
                 tensor.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
 
+    def forget(self) -> None:
+        """Give up the contents that were kept when the memory was given back."""
+        self._kept = [(num_bytes, None) for num_bytes, _ in self._kept]
+        for tensor in self._tensors:
+            if tensor.device.type == "cpu":
+                _discard_pages(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+
     def take_again(self) -> None:
         """Take the memory again: with its contents if they were kept, else with zeros."""
         for tensor, (num_bytes, copy) in zip(self._tensors, self._kept, strict=False):

@@ -4,7 +4,7 @@ They are served with an API key, or if a flag says so. Web pages may not use the
 these requests from any page without asking.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import Response
@@ -19,6 +19,9 @@ from strandline.server.engines.engine_control import EngineControl, memories_of,
 from strandline.server.http.gate import own_name
 from strandline.server.http.sse import json_response
 from strandline.server.requests.request_bodies import Strings
+
+EMPTY: Final = (b"", b"{}", b"null")
+"""Bodies that say nothing."""
 
 
 class AbortBody(BaseModel):
@@ -40,6 +43,22 @@ def refuse_web_pages(request: Request) -> None:
         raise HTTPException(403, "web pages may not use administrative endpoints")
 
 
+async def refuse_unread(request: Request) -> None:
+    """Refuse what an endpoint does not read: parameters in the wrong place would change what it does.
+
+    Raises:
+        RequestError: there is a query parameter that it does not have, or a body where it reads query parameters alone.
+    """
+    dependant, path = request.scope["route"].dependant, request.scope["route"].path
+    known = [param.alias for param in dependant.query_params]
+    has = f"it has {', '.join(known)}" if known else "it has none"
+    for name in request.query_params:
+        if name not in known:
+            raise RequestError(f"{path} has no query parameter {name[:100]!r}: {has}", param=name[:100])
+    if known and not dependant.body_params and (await request.body()).strip() not in EMPTY:
+        raise RequestError(f"{path} reads no body, only query parameters: {has}")
+
+
 def add_admin(app: FastAPI, client: EngineClient, num_ranks: int) -> None:
     """Add the endpoints.
 
@@ -47,7 +66,7 @@ def add_admin(app: FastAPI, client: EngineClient, num_ranks: int) -> None:
         num_ranks: ranks of each engine.
     """
     control = EngineControl(client)
-    guard = [Depends(refuse_web_pages)]
+    guard = [Depends(refuse_web_pages), Depends(refuse_unread)]
     _add_pauses(app, client, control, guard)
     _add_memory(app, control, guard)
     add_weights(app, client, control, guard, num_ranks)
@@ -56,14 +75,14 @@ def add_admin(app: FastAPI, client: EngineClient, num_ranks: int) -> None:
 
 def _add_pauses(app: FastAPI, client: EngineClient, control: EngineControl, guard: list[Any]) -> None:
     @app.post("/pause", dependencies=guard)
-    async def pause(mode: str = "abort", clear_cache: bool = True) -> Response:
+    async def pause(mode: str = "abort", clear_cache: bool | None = None) -> Response:
         await control.pause(pause_mode(mode), clears=clear_cache)
         return json_response({"status": "paused"})
 
     @app.post("/resume", dependencies=guard)
     async def resume() -> Response:
         await control.resume()
-        return json_response({"status": "resumed"})
+        return json_response({"status": "sleeping" if control.is_sleeping else "resumed"})
 
     @app.get("/is_paused", dependencies=guard)
     async def is_paused() -> Response:

@@ -57,17 +57,19 @@ def add_sglang(app: FastAPI, client: EngineClient, control: EngineControl, guard
     @app.post("/pause_generation", dependencies=guard)
     async def pause_generation(body: PauseBody | None = None) -> Response:
         body = body or PauseBody()
-        check_extra(body.model_extra, {}, ())
+        _check(body)
         await control.pause("abort" if body.mode == "abort" else "keep", clears=body.mode == "retract")
         return json_response({"status": "ok", "message": "Generation paused successfully."})
 
     @app.post("/continue_generation", dependencies=guard)
     async def continue_generation(body: ContinueBody | None = None) -> Response:
+        _check(body)
         await control.resume()
         return json_response({"status": "ok", "message": "Generation continued successfully."})
 
     @app.post("/abort_request", dependencies=guard)
     async def abort_request(request: Request, body: AbortBody) -> Response:
+        _check(body)
         if not (body.rid or body.abort_all):
             raise RequestError("rid must name a request, unless abort_all is true", param="rid")
         client.abort(None if body.abort_all else {body.rid, own_name(request, body.rid)})
@@ -101,4 +103,11 @@ def _add_memory(app: FastAPI, control: EngineControl, guard: list[Any]) -> None:
 
 def _known(body: MemoryBody | None) -> list[str]:
     """Return the tags of a body, without that of graphs."""
+    _check(body)
     return [tag for tag in (body and body.tags) or () if tag != GRAPHS]
+
+
+def _check(body: Body | None) -> None:
+    """Log fields that are unknown."""
+    if body is not None:
+        check_extra(body.model_extra, {}, ())

@@ -39,6 +39,7 @@ class VersionBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     new_version: Version
+    abort_all_requests: bool = False
 
 
 class InitInfo(BaseModel):
@@ -60,6 +61,12 @@ class InitBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     init_info: InitInfo
+
+
+class StartBody(BaseModel):
+    """Body of ``/start_weight_update``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
 class UpdateInfo(BaseModel):
@@ -97,6 +104,8 @@ PACKING_WITHOUT_EFFECT = frozenset({"packed_num_buffers"})
 """How many packs the trainer has under way."""
 NOT_SERVED: dict[str, tuple[Any, ...]] = {"nccl_unique_id_b64": (), "ipc_handles": ()}
 """Groups without a store, and handles that JSON cannot hold."""
+OTHER_FORMATS: dict[str, tuple[Any, ...]] = {"is_checkpoint_format": (True,)}
+"""Tensors are those of published files."""
 
 
 def add_weights(app: FastAPI, client: EngineClient, control: EngineControl, guard: list[Any], num_ranks: int) -> None:
@@ -132,6 +141,9 @@ def _add_reading(app: FastAPI, client: EngineClient, control: EngineControl, gua
 
     @app.post("/update_weight_version", dependencies=guard)
     async def update_weight_version(body: VersionBody) -> Response:
+        check_extra(body.model_extra, {}, ())
+        if body.abort_all_requests:
+            client.abort()
         client.name_weights(body.new_version)
         version = control.weight_version
         return json_response({"success": True, "new_version": version, "weight_version": version})
@@ -154,7 +166,8 @@ def _add_receiving(app: FastAPI, control: EngineControl, guard: list[Any]) -> No
         return json_response({"message": "Weight transfer shut down"})
 
     @app.post("/start_weight_update", dependencies=guard)
-    async def start_weight_update() -> Response:
+    async def start_weight_update(body: StartBody | None = None) -> Response:
+        check_extra(None if body is None else body.model_extra, OTHER_FORMATS, ())
         await control.exchange_weights(BeginWeights())
         return json_response({"message": "Weight update started"})
 

@@ -12,7 +12,6 @@ from strandline.errors import EngineError, RequestError
 from strandline.ids import RequestId
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion
-from strandline.records.control import ResetCache, new_epoch
 from strandline.records.events import CoreStats, Limits, StepEvents, Submission
 from strandline.records.messages import (
     AskPictures,
@@ -30,6 +29,7 @@ from strandline.records.pictures import PlacedPicture
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engines.engine_link import CoreSocket, EngineLink, HangDetector, encode
 from strandline.server.engines.engine_router import EngineRouter
+from strandline.server.engines.engine_state import EngineState
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
 from strandline.server.engines.request_observers import RequestObserver
@@ -125,8 +125,7 @@ class EngineClient:
         self._num_expected = 0
         self.refusal: str | None = None
         """Why requests are refused; None: they are not."""
-        self.was_reset = False
-        """Whether the cache was reset since the start, also by a change of weights."""
+        self.state = EngineState()
         self.weight_version = FIRST_VERSION
 
     # Jobs
@@ -348,12 +347,11 @@ class EngineClient:
                 self.fail(engine, f"it hangs: {hang}")
 
     def reconnect(self, engine: EngineLink, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
-        """Use a new process of an engine; all jobs of the old one have failed."""
+        """Use a new process of an engine, as paused or asleep as the others; all jobs of the old one have failed."""
         engine.reconnect(socket, limits, heartbeat)
         self.name_weights(FIRST_VERSION)  # it has read the model's own
-        if self.was_reset:
-            # What it has found in files may be older than that.
-            engine.send(encode(Control(0, ResetCache(new_epoch(), forced=True))))
+        for action in self.state.actions():
+            engine.send(encode(Control(0, action)))
         for adapter in self._adapters.values():
             engine.send(encode(LoadAdapter(0, adapter.name, adapter.path)))
         self.frontend.limits = least_limits(self.engines)

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Final, get_args
 
-from strandline.errors import RequestError
+from strandline.errors import EngineError, RequestError
 from strandline.records.control import (
     MEMORIES,
     Action,
@@ -23,8 +24,10 @@ from strandline.records.control import (
     UseWeights,
     WakeUp,
     new_epoch,
+    refusal_of,
 )
 from strandline.server.engines.engine_client import EngineClient
+from strandline.server.engines.engine_link import EngineDeadError
 
 DRAIN_S: Final = 0.02
 """How often to look whether the last request has ended."""
@@ -36,30 +39,37 @@ class EngineControl:
     """Controls the engines of a client, one action after the other."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._client = client
+        self._client, self._state = client, client.state
         self._turn = asyncio.Lock()
-        self._given_back = set[Memory]()
-        self.is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step runs until ``resume``."""
+        return self._state.is_paused
 
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is given back."""
-        return bool(self._given_back)
+        return bool(self._state.given_back)
 
     @property
     def weight_version(self) -> str:
         """What the weights in use are called."""
         return self._client.weight_version
 
-    async def pause(self, mode: PauseMode, *, clears: bool) -> None:
+    async def pause(self, mode: PauseMode, *, clears: bool | None) -> None:
         """Run no step until ``resume``.
 
         Args:
             mode: how unfinished requests are handled. While they are kept, further ones are queued; else refused.
-            clears: drop what is cached. Kept requests are computed anew then.
+            clears: drop what is cached. Kept requests are computed anew then. None: drop it unless engines keep it for
+                others.
+
+        Raises:
+            RequestError: the engines cannot drop it, or unfinished requests are waited for in vain.
         """
         async with self._turn:
-            await self._pause(mode, clears=clears)
+            await self._pause(mode, clears=self._refusal_of(Pause("")) is None if clears is None else clears)
 
     async def resume(self) -> None:
         """Run steps again."""
@@ -69,11 +79,19 @@ class EngineControl:
     async def reset_cache(self, *, forced: bool) -> bool:
         """Drop all that is cached; return whether that was possible: only if nothing runs, or if ``forced``."""
         async with self._turn:
-            before, self._client.was_reset = self._client.was_reset, True
-            are_done = await self._apply(ResetCache(new_epoch(), forced))
-            if not any(are_done):
-                self._client.was_reset = before
-            return all(are_done)
+            self._require(ResetCache("", forced))
+            if forced or len(self._client.engines) == 1:
+                return await self._reset(forced=forced)
+            # All engines or none: while they are paused, none begins a request.
+            await self._apply(Pause(None))
+            try:
+                stats = await self._client.ask_stats()
+                if any(each is not None and each.num_running for each in stats):
+                    return False
+                return await self._reset(forced=True)
+            finally:
+                if not self.is_paused:
+                    await self._apply(Resume())
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Give memory back, and run no step until it is taken again.
@@ -81,27 +99,28 @@ class EngineControl:
         Args:
             level: 0: pause only; 1: weights stay in the host's memory; 2: they are read again.
             mode: see ``pause``.
+
+        Raises:
+            RequestError: the engines cannot; then they go on as before.
         """
         async with self._turn:
-            was_stopped = self.is_paused or self.is_sleeping
+            if level > 0:
+                self._require(Sleep(level))
             await self._pause(mode, clears=False)
             if level > 0:
-                try:
-                    await self._apply(Sleep(level))
-                except RequestError:
-                    if not was_stopped:
-                        await self._resume()
-                    raise
-                self._given_back.update(MEMORIES)
+                state = self._state
+                state.sleep_level = max(level, state.sleep_level) if "weights" in state.given_back else level
+                state.given_back.update(MEMORIES)
                 self._refuse()
+                await self._apply(Sleep(level))
 
     async def wake_up(self, memories: Collection[Memory]) -> None:
         """Take memory again; when all of it is there, run steps again."""
         async with self._turn:
-            wanted = tuple(memory for memory in MEMORIES if memory in memories)
-            if all(await self._apply(WakeUp(wanted))):
-                self._given_back.difference_update(wanted)
-            if self._given_back:
+            for memory in MEMORIES:
+                if memory in memories and all(await self._apply(WakeUp((memory,)))):
+                    self._state.given_back.discard(memory)
+            if self.is_sleeping:
                 self._refuse()
             else:
                 await self._resume()
@@ -120,6 +139,8 @@ class EngineControl:
     ) -> int:
         """Have all engines compute with other weights; return how many requests go on with them.
 
+        Engines that sleep only until they have weights are woken by it.
+
         Args:
             path: a directory that holds them; None: those that were received.
             aborts: end unfinished requests; else they are computed anew, with what they have generated so far.
@@ -129,49 +150,100 @@ class EngineControl:
             RequestError: they cannot be read, or are not the model's. The engines go on as before.
         """
         async with self._turn:
-            was_stopped, refusal = self.is_paused or self.is_sleeping, self._client.refusal
-            await self._pause("abort" if aborts else "keep", clears=False)
+            self._require(PrepareWeights(path))
             try:
-                try:
-                    await self._apply(PrepareWeights(path))
-                except RequestError:
+                await self._apply(PrepareWeights(path))
+            except (RequestError, EngineError):
+                with suppress(EngineError):
                     await self._apply(DropWeights())  # where they could be read
-                    raise
-                self._client.was_reset = True
+                raise
+            was_sleeping, refusal = self.is_sleeping, self._client.refusal
+            was_stopped = was_sleeping or self.is_paused
+            await self._pause("abort" if aborts else "keep", clears=False)
+            goes_on = not was_stopped
+            try:
+                self._state.was_reset = True
                 await self._apply(UseWeights(new_epoch()))
-                self._given_back.discard("weights")
+                self._state.given_back.discard("weights")
                 self._client.name_weights(version)
+                is_woken = was_sleeping and not self.is_sleeping
+                goes_on = (is_woken or not was_stopped) and not stays_paused
             finally:
-                if was_stopped:
-                    self._client.refusal = refusal
-                elif not stays_paused:
+                if goes_on:
                     await self._resume()
+                elif was_stopped and not was_sleeping:
+                    self._client.refusal = refusal
+                else:
+                    self._refuse(PAUSED if aborts else None)
             return len(self._client.frontend.requests)
 
     async def _pause(self, mode: PauseMode, *, clears: bool) -> None:
-        self._client.refusal = None if mode == "keep" else PAUSED
+        if clears:
+            self._require(Pause(""))
+        if mode == "wait":
+            await self._drain()
+        self._refuse(None if mode == "keep" else PAUSED)
         if mode == "abort":
             self._client.abort()
-        elif mode == "wait":
-            while len(self._client.frontend):
-                await asyncio.sleep(DRAIN_S)
-        self._client.was_reset |= clears
+        self._state.was_reset |= clears
+        self._state.is_paused = True
         await self._apply(Pause(new_epoch() if clears else None))
-        self.is_paused = True
+
+    async def _drain(self) -> None:
+        """Wait until unfinished requests have ended, and accept no others. Engines that are paused go on."""
+        if not len(self._client.frontend):
+            return
+        if self.is_sleeping:
+            raise RequestError(
+                "unfinished requests cannot finish while the server is asleep: POST /wake_up, or use another mode",
+                param="mode",
+            )
+        self._refuse(PAUSED)
+        self._state.is_paused = False
+        await self._apply(Resume())
+        while len(self._client.frontend):
+            await asyncio.sleep(DRAIN_S)
 
     async def _resume(self) -> None:
+        self._state.is_paused = False
         await self._apply(Resume())
-        self.is_paused = False
         self._refuse()
 
-    def _refuse(self) -> None:
-        """Refuse new requests while memory is given back, and no longer."""
-        self._client.refusal = ASLEEP if self._given_back else None
+    async def _reset(self, *, forced: bool) -> bool:
+        before, self._state.was_reset = self._state.was_reset, True
+        is_done = all(await self._apply(ResetCache(new_epoch(), forced)))
+        if not is_done:
+            self._state.was_reset = before
+        return is_done
+
+    def _refuse(self, reason: str | None = None) -> None:
+        """Refuse new requests while memory is given back, and else if there is another reason."""
+        self._client.refusal = ASLEEP if self.is_sleeping else reason
+
+    def _refusal_of(self, action: Action) -> str | None:
+        limits = self._client.engines[0].limits
+        return refusal_of(action, hands_over=limits.hands_over, changes_weights=limits.changes_weights)
+
+    def _require(self, action: Action) -> None:
+        """Raise a RequestError if the engines cannot do what is asked, before anything is done for it."""
+        if (refusal := self._refusal_of(action)) is not None:
+            raise RequestError(refusal)
 
     async def _apply(self, action: Action) -> list[bool]:
+        """Have all engines do what is asked; one that dies meanwhile is asked again when it is restarted.
+
+        Raises:
+            RequestError: an engine cannot.
+            EngineError: an engine does not answer, or all have exited.
+        """
         self._client.require_running()
         running = [engine for engine in self._client.engines if engine.failure is None]
-        return list(await asyncio.gather(*(engine.control(action) for engine in running)))
+        answers = await asyncio.gather(*(engine.control(action) for engine in running), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                raise answer
+        self._client.require_running()
+        return [answer for answer in answers if isinstance(answer, bool)]
 
 
 def pause_mode(given: str) -> PauseMode:

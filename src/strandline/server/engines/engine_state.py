@@ -1,0 +1,32 @@
+"""What all engines of a server were asked for, so that one that is restarted can be asked for it again."""
+
+from dataclasses import dataclass, field
+
+from strandline.records.control import MEMORIES, Action, Memory, Pause, ResetCache, Sleep, WakeUp, new_epoch
+
+
+@dataclass(slots=True)
+class EngineState:
+    """What lasts of pauses, sleep and resets. It is set before engines are asked: one may be restarted meanwhile."""
+
+    is_paused: bool = False
+    given_back: set[Memory] = field(default_factory=set)
+    """Memory that the engines do not have."""
+    sleep_level: int = 0
+    """How the weights were given back, if they were."""
+    was_reset: bool = False
+    """Whether the cache was reset since the start, also by a change of weights."""
+
+    def actions(self) -> list[Action]:
+        """Return what brings an engine that has just started into this state."""
+        actions = list[Action]()
+        if self.was_reset:
+            # What it has found in files may be older than that.
+            actions.append(ResetCache(new_epoch(), forced=True))
+        if self.is_paused:
+            actions.append(Pause(None))
+        if self.given_back:
+            actions.append(Sleep(self.sleep_level))
+            if taken := tuple(memory for memory in MEMORIES if memory not in self.given_back):
+                actions.append(WakeUp(taken))
+        return actions

@@ -1,0 +1,244 @@
+"""Pauses, sleep and new weights of several engines: what lasts, and what a failure leaves."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from strandline.errors import RequestError
+from strandline.records.control import DropWeights, Pause, PrepareWeights, ResetCache, Resume, Sleep, UseWeights, WakeUp
+from strandline.records.events import CoreStats, Limits
+from strandline.records.messages import ENCODER as TO_FRONT_END
+from strandline.records.messages import TO_CORE, AskStats, Control, Controlled, Finish, Stats
+from strandline.records.sampling_params import SamplingParams
+from strandline.server.engines.engine_client import EngineClient, Prompt
+from strandline.server.engines.engine_control import ASLEEP, PAUSED, EngineControl
+from strandline.server.engines.engine_link import EngineLink
+from strandline.server.engines.metrics import Metrics
+from strandline.text.frontend import Frontend
+from tests.cpu.server.test_queue import IDLE
+
+LIMITS = Limits(1000, 100)
+DIRECTORY = "/weights"
+
+
+class Core:
+    """An engine's end of the socket: records actions and answers them, with a refusal of the kind in ``refused``."""
+
+    def __init__(self) -> None:
+        self.actions: list[Any] = []
+        self.finished: list[str] = []
+        self.stats: CoreStats = IDLE
+        self.refused: type | None = None
+        self.asked = asyncio.Event()
+        self._said: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def find_hang(self) -> str | None:
+        return None
+
+    def send(self, data: bytes) -> None:
+        match TO_CORE.decode(data):
+            case AskStats():
+                self._said.put_nowait(TO_FRONT_END.encode(Stats(self.stats)))
+            case Finish(names):
+                self.finished += names
+            case Control(number, action):
+                self.actions.append(action)
+                self.asked.set()
+                result: bool | str = "it cannot" if isinstance(action, self.refused or ()) else True
+                self._said.put_nowait(TO_FRONT_END.encode(Controlled(number, result)))
+
+    async def recv(self) -> bytes:
+        return await self._said.get()
+
+    def take(self) -> list[type]:
+        """Return the kinds of actions since the last call."""
+        taken, self.actions = self.actions, []
+        return [type(action) for action in taken]
+
+
+class Pair:
+    """Two engines behind one client."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.cores = [Core(), Core()]
+        links = [EngineLink(x, limits, x, number=i, name=f"engine {i}") for i, x in enumerate(self.cores)]
+        self.client = EngineClient(
+            links, Frontend(limits, eos_ids=frozenset({0})), Metrics("tiny", 2), max_unfinished=4
+        )
+        self.control = EngineControl(self.client)
+
+    def submit(self) -> Any:
+        params = self.client.frontend.check_params(SamplingParams(max_tokens=20))
+        return self.client.submit("job", [Prompt([1])], params)
+
+    def restart(self, number: int) -> list[type]:
+        """Return what an engine that is restarted is asked for."""
+        core: Any = Core()
+        self.client.reconnect(self.client.engines[number], core, LIMITS, core)
+        return core.take()  # type: ignore[no-any-return]
+
+    def found(self) -> tuple[bool, bool, str | None]:
+        return self.control.is_paused, self.control.is_sleeping, self.client.refusal
+
+
+def run(check: Callable[[Pair], Awaitable[None]], limits: Limits = LIMITS) -> None:
+    async def with_pair() -> None:
+        pair = Pair(limits)
+        receiving = [asyncio.ensure_future(pair.client.receive(engine)) for engine in pair.client.engines]
+        try:
+            await check(pair)
+        finally:
+            for each in receiving:
+                each.cancel()
+
+    asyncio.run(asyncio.wait_for(with_pair(), 60))
+
+
+def test_engines_that_hand_over_clear_nothing() -> None:
+    async def check(pair: Pair) -> None:
+        control, refused = pair.control, pytest.raises(RequestError, match="--kv-transfer-config")
+        with pair.submit():
+            for change in (
+                control.pause("abort", clears=True),
+                control.reset_cache(forced=True),
+                control.sleep(1, "abort"),
+                control.update_weights(DIRECTORY, "1", aborts=True),
+            ):
+                with refused:
+                    await change
+            assert pair.cores[0].take() == pair.cores[1].take() == []
+            assert (pair.found(), pair.cores[0].finished) == ((False, False, None), [])
+            assert not pair.client.state.was_reset
+            await control.pause("keep", clears=None)
+        assert [each.actions for each in pair.cores] == [[Pause(None)]] * 2
+
+    run(check, replace(LIMITS, hands_over=True))
+
+
+def test_engines_whose_weights_stay_refuse_before_requests_end() -> None:
+    async def check(pair: Pair) -> None:
+        with pair.submit():
+            for change in (pair.control.sleep(2, "abort"), pair.control.update_weights(DIRECTORY, "1", aborts=True)):
+                with pytest.raises(RequestError, match="--language-model-only"):
+                    await change
+            assert (pair.found(), pair.cores[0].finished) == ((False, False, None), [])
+            await pair.control.sleep(1, "keep")
+        assert pair.cores[1].take() == [Pause, Sleep]
+
+    run(check, replace(LIMITS, changes_weights=False))
+
+
+def test_pause_clears_by_default_where_it_can() -> None:
+    async def check(pair: Pair) -> None:
+        await pair.control.pause("keep", clears=None)
+        assert all(action.epoch for core in pair.cores for action in core.actions)
+        assert pair.client.state.was_reset
+
+    run(check)
+
+
+def test_reset_drops_all_caches_or_none() -> None:
+    async def check(pair: Pair) -> None:
+        pair.cores[1].stats = replace(IDLE, num_running=1)
+        assert not await pair.control.reset_cache(forced=False)
+        assert pair.cores[0].take() == pair.cores[1].take() == [Pause, Resume]
+        assert not pair.client.state.was_reset
+        pair.cores[1].stats = IDLE
+        assert await pair.control.reset_cache(forced=False)
+        assert pair.cores[0].take() == [Pause, ResetCache, Resume]
+        await pair.control.pause("keep", clears=False)
+        assert await pair.control.reset_cache(forced=True)
+        assert pair.cores[1].take()[3:] == [Pause, ResetCache]
+
+    run(check)
+
+
+def test_restarted_engine_is_paused_or_asleep_as_the_others() -> None:
+    async def check(pair: Pair) -> None:
+        assert pair.restart(0) == []
+        await pair.control.pause("keep", clears=False)
+        assert pair.restart(1) == [Pause]
+
+    async def check_sleep(pair: Pair) -> None:
+        await pair.control.reset_cache(forced=True)
+        await pair.control.sleep(1, "abort")
+        await pair.control.pause("keep", clears=False)
+        assert pair.found() == (True, True, ASLEEP)
+        await pair.control.wake_up(["kv_cache"])
+        assert pair.restart(1) == [ResetCache, Pause, Sleep, WakeUp]
+
+    run(check)
+    run(check_sleep)
+
+
+def test_engine_that_dies_does_not_fail_the_others() -> None:
+    async def check(pair: Pair) -> None:
+        pair.cores[1].send = lambda _: None  # type: ignore[method-assign]
+        pausing = asyncio.ensure_future(pair.control.pause("keep", clears=False))
+        await pair.cores[0].asked.wait()
+        pair.client.fail(pair.client.engines[1], "it was killed")
+        await pausing
+        assert pair.found() == (True, False, None)
+        assert pair.restart(1) == [Pause]
+
+    run(check)
+
+
+def test_requests_that_were_kept_are_waited_for() -> None:
+    async def check(pair: Pair) -> None:
+        with pair.submit():
+            await pair.control.pause("keep", clears=False)
+            waiting = asyncio.ensure_future(pair.control.pause("wait", clears=False))
+            while Resume not in [type(action) for action in pair.cores[0].actions]:
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            assert pair.found() == (False, False, PAUSED)
+            pair.client.abort()
+            await waiting
+        assert pair.cores[0].take() == [Pause, Resume, Pause]
+
+    async def check_asleep(pair: Pair) -> None:
+        with pair.submit():
+            await pair.control.sleep(1, "keep")
+            with pytest.raises(RequestError, match="while the server is asleep"):
+                await pair.control.pause("wait", clears=False)
+            assert pair.found() == (True, True, ASLEEP)
+
+    run(check)
+    run(check_asleep)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_weights_that_cannot_be_read_change_nothing(is_paused: bool) -> None:
+    async def check(pair: Pair) -> None:
+        if is_paused:
+            await pair.control.pause("keep", clears=False)
+        with pair.submit():
+            before = pair.found()
+            pair.cores[1].take(), pair.cores[0].take()
+            pair.cores[1].refused = PrepareWeights
+            with pytest.raises(RequestError, match="it cannot"):
+                await pair.control.update_weights(DIRECTORY, "1", aborts=True, stays_paused=True)
+            assert pair.cores[0].take() == pair.cores[1].take() == [PrepareWeights, DropWeights]
+            assert (pair.found(), pair.cores[0].finished) == (before, [])
+            assert not pair.client.state.was_reset
+
+    run(check)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("stays_paused", [False, True])
+def test_weights_wake_what_only_lacked_them(stays_paused: bool, aborts: bool) -> None:
+    async def check(pair: Pair) -> None:
+        await pair.control.sleep(2, "abort")
+        await pair.control.wake_up(["kv_cache"])
+        assert pair.found() == (True, True, ASLEEP)
+        await pair.control.update_weights(DIRECTORY, "1", stays_paused=stays_paused, aborts=aborts)
+        assert pair.found() == (stays_paused, False, PAUSED if stays_paused and aborts else None)
+        kinds = [Pause, Sleep, WakeUp, PrepareWeights, Pause, UseWeights]
+        assert pair.cores[0].take() == kinds + [Resume] * (not stays_paused)
+
+    run(check)
