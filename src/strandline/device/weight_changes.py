@@ -11,6 +11,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from strandline.device.runner import Runner
+from strandline.device.sizing import choose_window_blocks
 from strandline.device.weights.model_memory import TensorMemory, can_copy, pair_tensors, tensors_of
 from strandline.errors import ConfigError, EngineError
 from strandline.models.layers.protocol import LanguageModel
@@ -50,8 +51,9 @@ class WeightChanges:
             raise EngineError("no function reads weights")
         self.drop()
         model, path = self._read_model(source), source if isinstance(source, str) else None
-        spec, ours = model.spec, self._runner.model
-        if spec != ours.spec or model.vocab_size != ours.vocab_size:
+        # As the executor chose for the model that is served, whose spec it changed.
+        model.spec, ours = choose_window_blocks(model), self._runner.model
+        if model.spec != ours.spec or model.vocab_size != ours.vocab_size:
             raise ConfigError(f"{path or 'what was sent'} is another model than the one that is served")
         model.use_kernels(self._runner.kernels)
         if can_copy(self._module):

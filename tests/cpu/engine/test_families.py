@@ -124,6 +124,17 @@ def test_a_published_slot_holds_the_state_of_its_tokens(make_llm: MakeLLM) -> No
         assert list(published_snapshots(llm.engine.cache)) == []  # test_attention_only.py compares the published blocks
 
 
+@each_kind
+def test_weights_that_are_read_again_give_the_same_tokens(make_llm: MakeLLM, directory: Path) -> None:
+    llm, prompts = make_llm(), [tokens(70)]
+    expected = answers(llm, prompts)
+    llm.update_weights_from_disk(str(directory))
+    assert answers(llm, prompts) == expected
+    llm.sleep(2)
+    llm.wake_up()
+    assert answers(llm, prompts) == expected
+
+
 def two_turns(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
     """Return hit tokens and answers of prompts, and of prompts that go on behind these answers."""
     found: list[tuple[int, list[int]]] = []

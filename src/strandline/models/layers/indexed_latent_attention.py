@@ -123,11 +123,14 @@ class TokenIndex(nn.Module):
         yield f"{prefix}index_kpool_compress_ape", whole(self.gate_bias_GC)
 
 
-@dataclass(eq=False)
 class GroupChoice:
-    """The groups that one layer has chosen for the tokens of the current step, for itself and the layer after."""
+    """The groups that one layer has chosen for the tokens of the current step, for itself and the layer after.
 
-    group_TK: Tensor | None = None
+    No dataclass: the tensors in those that modules have are weights (``model_memory.py``).
+    """
+
+    def __init__(self) -> None:
+        self.group_TK: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
