@@ -43,6 +43,11 @@ class OutputDelta(msgspec.Struct, frozen=True):
     """The output's drafts; known when it has ended."""
     call_marks: tuple[int, ...] = ()
     """The characters of the text at which a special token opens a tool call."""
+    token_spans: Sequence[tuple[int, int] | None] = ()
+    """The characters ``[start, end)`` of the output's text that each token with log-probabilities adds.
+
+    An empty range: a later token completes the character. None: the text leaves the token out.
+    """
 
     @property
     def is_visible(self) -> bool:

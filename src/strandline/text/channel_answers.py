@@ -57,13 +57,13 @@ def _said(answer: str) -> Said:
     parser = ChannelParser(takes_calls=True)
     texts = dict.fromkeys((SegmentKind.REASONING, SegmentKind.CONTENT), "")
     calls: list[tuple[str, str]] = []
-    for kind, text, _ in (*parser.feed(answer), *parser.finish()):
-        if kind is SegmentKind.CALL:
-            calls.append((text, ""))
-        elif kind is SegmentKind.ARGUMENTS:
-            calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    for segment in (*parser.feed(answer), *parser.finish()):
+        if segment.kind is SegmentKind.CALL:
+            calls.append((segment.text, ""))
+        elif segment.kind is SegmentKind.ARGUMENTS:
+            calls[-1] = (calls[-1][0], calls[-1][1] + segment.text)
         else:
-            texts[kind] += text
+            texts[segment.kind] += segment.text
     words = "\n".join(filter(None, texts.values()))
     return Said(words, tuple((name, _in_one_spelling(arguments)) for name, arguments in calls))
 

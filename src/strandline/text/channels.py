@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from strandline.text.segments import Segment, SegmentKind, split_at_tag
+from strandline.text.segments import Segment, SegmentKind, content, split_at_tag
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 CALL: Final = "<|call|>"
@@ -40,6 +40,7 @@ class ChannelParser:
     def __init__(self, *, takes_calls: bool) -> None:
         self._takes_calls = takes_calls
         self._text = ""
+        self._num_fed = 0
         self._is_begun = False
         self._header: str | None = None
         """The header so far; None: a message is read, or nothing."""
@@ -52,6 +53,7 @@ class ChannelParser:
         """Add text; return its segments."""
         del marks
         segments: list[Segment] = []
+        self._num_fed += len(text)
         self._text += text
         if not self._is_begun:
             if len(self._text) < len(TO) and TO.startswith(self._text):
@@ -60,34 +62,40 @@ class ChannelParser:
             self._header = "" if self._text.startswith(TO) else None
         while True:
             split = split_at_tag(self._text, TAGS)
-            self._take(split.before, segments)
+            end = self._num_fed - len(self._text) + len(split.before)
+            self._take(split.before, end, segments)
             self._text = split.after
             if split.tag is None:
                 return segments
-            self._take_tag(split.tag, segments)
+            self._take_tag(split.tag, end, segments)
 
     def finish(self) -> list[Segment]:
         """End the answer; return what was held back."""
         segments: list[Segment] = []
-        self._take(self._text, segments)
+        self._take(self._text, self._num_fed, segments)
         self._text = ""
         return segments
 
-    def _take(self, text: str, segments: list[Segment]) -> None:
+    def _take(self, text: str, end: int, segments: list[Segment]) -> None:
+        """Take text up to a character of the answer."""
         if self._header is not None:
             self._header += text
             if len(self._header) > MAX_HEADER_CHARACTERS:
                 text, self._header = self._header, None
                 self._begin(SegmentKind.CONTENT)
         if self._header is None and self._kind is not None and text:
-            segments.append(Segment(self._kind, self._separator + text))
+            if self._separator:
+                segments.append(Segment(self._kind, self._separator))
+            is_content = self._kind is SegmentKind.CONTENT
+            segments.append(content(text, end) if is_content else Segment(self._kind, text))
             self._written.add(self._kind)
             self._separator = ""
 
-    def _take_tag(self, tag: str, segments: list[Segment]) -> None:
+    def _take_tag(self, tag: str, start: int, segments: list[Segment]) -> None:
+        """Take a tag that begins at a character of the answer."""
         if tag == MESSAGE and self._header is not None:
             header, self._header = self._header, None
-            self._read_header(header, segments)
+            self._read_header(header, start, segments)
         elif tag in ENDS:
             self._header = self._kind = None
         elif tag in (START, CHANNEL) and self._header is None:
@@ -95,15 +103,16 @@ class ChannelParser:
         elif self._header is not None:
             self._header += tag
 
-    def _read_header(self, header: str, segments: list[Segment]) -> None:
-        """Begin the message that follows a header."""
+    def _read_header(self, header: str, end: int, segments: list[Segment]) -> None:
+        """Begin the message that follows a header, which ends at a character of the answer."""
         function, channel = FUNCTION.search(header), NAME.search(header)
         if function is not None and self._takes_calls:
             segments.append(Segment(SegmentKind.CALL, function[1]))
             self._kind, self._separator = SegmentKind.ARGUMENTS, ""
         elif function is not None:
             self._begin(SegmentKind.CONTENT)
-            self._take(f"{function[1]} ", segments)
+            self._take(function[1], end - len(header) + function.end(1), segments)
+            segments.append(Segment(SegmentKind.CONTENT, " "))
         elif RECIPIENT.search(header) or (channel is not None and channel[1] == "analysis"):
             self._begin(SegmentKind.REASONING)
         else:

@@ -96,6 +96,12 @@ class Detokenizer:
             self._marks = [mark for mark in self._marks if mark >= end]
         return TakenText(self._text[start:end], marks)
 
+    def leaves_out(self, token: int) -> bool:
+        """Return whether a token is no part of a text, not even of one of its characters."""
+        if token in self._hidden_ids:
+            return True
+        return not self._backend.decode([token], skip_special_tokens=self._skip_special_tokens)
+
     def append(self, token: int, *, may_stop: bool) -> str | None:
         """Append a token; return the stop string that it completes, if any.
 

@@ -7,7 +7,7 @@ template renders the id that the client sends back, and another id would change 
 import re
 from typing import Final
 
-from strandline.text.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import HeldSpace, Segment, SegmentKind, content, split_at_tag, split_space
 
 OPEN: Final = "<|tool_calls_section_begin|>"
 CLOSE: Final = "<|tool_calls_section_end|>"
@@ -29,6 +29,7 @@ class HeadedCalls:
         self._has_section = opener == OPEN
         self._text = "" if self._has_section else opener
         """Text that has not been parsed yet."""
+        self._num_fed = len(opener)
         self._raw = [opener] if self._has_section else []
         """Text read since the last segment."""
         self._space = HeldSpace()
@@ -38,6 +39,7 @@ class HeadedCalls:
         self._rest: str | None = None
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
+        self._num_fed += len(text)
         self._text += text
         while self._rest is None and self._step(segments):
             pass
@@ -45,11 +47,12 @@ class HeadedCalls:
 
     def finish(self, segments: list[Segment]) -> None:
         if self._step == self._in_arguments and self._call is None:
-            kind, text = SegmentKind.ARGUMENTS, self._text
-        else:
-            kind, text = SegmentKind.CONTENT, "".join(self._raw) + self._space.drop() + self._text
+            if self._text.strip():
+                segments.append(Segment(SegmentKind.ARGUMENTS, self._space.drop() + self._text))
+            return
+        text = "".join(self._raw) + self._space.drop() + self._text
         if text.strip():
-            segments.append(Segment(kind, self._space.drop() + text))
+            segments.append(content(text, self._num_fed))
 
     # States of the parser. Each returns whether the next one can run on the remaining text.
 
@@ -109,7 +112,7 @@ class HeadedCalls:
     def _lost(self, segments: list[Segment]) -> bool:
         """Pass on text that is not a call as content, up to the closing tag."""
         split = split_at_tag("".join(self._raw) + self._text, (CLOSE if self._has_section else END_CALL,))
-        segments.append(Segment(SegmentKind.CONTENT, split.before + (split.tag or "")))
+        segments.append(content(split.before + (split.tag or ""), self._num_fed - len(split.after)))
         self._raw, self._text = [], split.after
         self._rest = split.after if split.tag else None
         return False

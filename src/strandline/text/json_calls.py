@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from math import isfinite
 from typing import Any, Final
 
-from strandline.text.segments import Segment, SegmentKind, split_at_tag
+from strandline.text.segments import Segment, SegmentKind, content, split_at_tag
 
 ARGUMENTS: Final = ("arguments", "parameters")
 """Keys that models use for a call's arguments."""
@@ -39,10 +39,12 @@ class JsonCalls:
         """Text read since the last segment."""
         self._held = ""
         """Text that may be the beginning of the closing tag."""
+        self._num_fed = len(opener)
         self._object: JsonCall | None = None
         self._is_lost = False
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
+        self._num_fed += len(text)
         text, self._held = self._held + text, ""
         if self._is_lost:
             return self._pass_on(text, segments)
@@ -50,8 +52,9 @@ class JsonCalls:
             if self._close and character == self._close[0] and not (self._object and self._object.is_in_string):
                 rest = text[index : index + len(self._close)]
                 if rest == self._close:
-                    self._end("".join(self._raw), self._close, segments)
-                    return text[index + len(rest) :]
+                    after = text[index + len(rest) :]
+                    self._end(self._close, len(after), segments)
+                    return after
                 if self._close.startswith(rest):
                     self._held = rest
                     return None
@@ -63,12 +66,19 @@ class JsonCalls:
         return None
 
     def finish(self, segments: list[Segment]) -> None:
-        self._end("".join(self._raw) + self._held, "", segments)
+        self._raw.append(self._held)
+        self._end("", 0, segments)
 
-    def _end(self, text: str, tag: str, segments: list[Segment]) -> None:
-        """Emit the text read since the last segment, unless it is only separators."""
+    def _end(self, tag: str, num_after: int, segments: list[Segment]) -> None:
+        """Emit the text read since the last segment, unless it is only separators.
+
+        Args:
+            tag: follows the text.
+            num_after: characters that follow the tag.
+        """
+        text = "".join(self._raw)
         if text.strip(self._separators):
-            segments.append(Segment(SegmentKind.CONTENT, text + tag))
+            segments.append(content(text + tag, self._num_fed - num_after))
 
     def _take(self, character: str, segments: list[Segment]) -> bool:
         """Consume one character; return whether it may be part of calls."""
@@ -91,10 +101,11 @@ class JsonCalls:
         self._raw.clear()
         if self._close is None:
             opener = self._opener if raw.startswith(self._opener) else ""
-            segments.append(Segment(SegmentKind.CONTENT, opener))
-            return raw[len(opener) :] + text
+            rest = raw[len(opener) :] + text
+            segments.append(content(opener, self._num_fed - len(rest)))
+            return rest
         split = split_at_tag(raw + text, (self._close,))
-        segments.append(Segment(SegmentKind.CONTENT, split.before + (split.tag or "")))
+        segments.append(content(split.before + (split.tag or ""), self._num_fed - len(split.after)))
         self._held = "" if split.tag else split.after
         return split.after if split.tag else None
 

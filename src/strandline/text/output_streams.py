@@ -55,6 +55,7 @@ class OutputStream:
         self.generated_ids = array("I")
         """All tokens so far, for the memory of answers; empty if the request has none."""
         self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
+        self._token_spans: list[tuple[int, int] | None] = []
         self._cumulative = 0.0
         self._routed = bytearray()
 
@@ -104,17 +105,30 @@ class OutputStream:
         if self.request.recollection is not None:
             self.generated_ids.append(event.token_id)
         self.num_tokens += 1
-        if event.logprobs is not None and self._logprobs is not None:
-            self._cumulative += event.logprobs.logprob
-            self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer, self.request.token_bytes))
+        start = self._num_characters
         stop = None
         if self._detokenizer is not None:
             stop = self._detokenizer.append(event.token_id, may_stop=self.num_tokens > self._min_tokens)
+        if event.logprobs is not None and self._logprobs is not None:
+            self._cumulative += event.logprobs.logprob
+            self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer, self.request.token_bytes))
+            self._token_spans.append(self._span(event.token_id, start))
         if stop is not None:
             self._end(FinishReason.STOP, stop)
         elif event.finish_reason is not None:
             self._end(event.finish_reason, event.stop_reason)
         return stop is not None and event.finish_reason is None
+
+    @property
+    def _num_characters(self) -> int:
+        return self._detokenizer.num_characters if self._detokenizer is not None else 0
+
+    def _span(self, token: int, start: int) -> tuple[int, int] | None:
+        """Return the characters that the last token has added; None: it is no part of the text."""
+        end = max(self._num_characters, start)  # a stop string may have made the text shorter
+        if self._detokenizer is None or (end == start and self._detokenizer.leaves_out(token)):
+            return None
+        return start, end
 
     def fail(self, text: str) -> None:
         """End the output with an error, whatever state an exception has left it in."""
@@ -138,6 +152,7 @@ class OutputStream:
         logprobs = self._logprobs
         if logprobs is not None:
             self._logprobs = []
+        token_spans, self._token_spans = self._token_spans, []
         is_end = self.finish_reason is not None and not self._is_end_taken
         self._is_end_taken = self._is_end_taken or is_end
         text, marks = self._detokenizer.take() if self._detokenizer is not None else ("", ())
@@ -152,6 +167,7 @@ class OutputStream:
             stop_reason=self._stop_reason if is_end else None,
             speculation=self.speculation,
             call_marks=marks,
+            token_spans=token_spans,
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from strandline.text.json_calls import SEPARATORS, parse_json
 from strandline.text.parameter_sets import parameter_sets
-from strandline.text.segments import Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import Segment, SegmentKind, content, split_at_tag, split_space
 from strandline.text.tool_calls import Schemas
 
 NAME: Final = re.compile(r"[\w.-]{1,256}")
@@ -44,12 +44,14 @@ class PythonCalls:
         """Text read since the last call."""
         self._text = ""
         """Text that has not been parsed yet."""
+        self._num_fed = len(opener)
         self._name = ""
         self._scanner = Scanner()
         self._step = self._between
         self._rest: str | None = None
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
+        self._num_fed += len(text)
         self._text += text
         while self._rest is None and self._step(segments):
             pass
@@ -59,7 +61,7 @@ class PythonCalls:
         held = self._scanner.text if self._step == self._in_call else self._text
         text = "".join([*self._raw, held])
         if text.strip(SEPARATORS):
-            segments.append(Segment(SegmentKind.CONTENT, text))
+            segments.append(content(text, self._num_fed))
 
     # States of the parser. Each returns whether the next one can run on the remaining text.
 
@@ -100,7 +102,8 @@ class PythonCalls:
     def _lost(self, segments: list[Segment]) -> bool:
         """Emit text that is not a call as content, up to the closing tag."""
         split = split_at_tag(self._text, (self._close,))
-        segments.append(Segment(SegmentKind.CONTENT, "".join([*self._raw, split.before, split.tag or ""])))
+        text = "".join([*self._raw, split.before, split.tag or ""])
+        segments.append(content(text, self._num_fed - len(split.after)))
         self._raw = []
         self._text = split.after
         self._rest = split.after if split.tag else None

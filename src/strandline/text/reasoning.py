@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import ReasoningRules
-from strandline.text.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import HeldSpace, Segment, SegmentKind, content, split_at_tag, split_space
 
 
 class ThinkParser:
@@ -64,7 +64,9 @@ class ThinkParser:
 
     def finish(self) -> list[Segment]:
         held, self._text = self._space.drop() + self._text, ""
-        return [Segment(SegmentKind.REASONING if self.is_inside else SegmentKind.CONTENT, held)] if held else []
+        if not held:
+            return []
+        return [Segment(SegmentKind.REASONING, held) if self.is_inside else content(held, self._num_fed)]
 
     def _take_opening(self) -> bool:
         """Consume the opening tag if the text begins with it; return whether that is decided."""
@@ -123,7 +125,7 @@ class ThinkParser:
         if self._text:
             if self.content_start is None:
                 self.content_start = self._num_fed - len(self._text)
-            segments.append(Segment(SegmentKind.CONTENT, self._text))
+            segments.append(content(self._text, self._num_fed))
             self._text = ""
 
 
@@ -131,7 +133,7 @@ class StrayClose:
     """Drops the tag that closes reasoning from the content after a call that has ended the reasoning before."""
 
     def __init__(self) -> None:
-        self._text = ""
+        self._held = content("", 0)
         """Content that may be the beginning of the tag."""
         self._is_found = False
         self._is_start = True
@@ -142,7 +144,7 @@ class StrayClose:
         kept: list[Segment] = []
         for segment in segments:
             if segment.kind is SegmentKind.CONTENT:
-                self._take(segment.text, kept)
+                self._take(segment, kept)
             else:
                 kept += self.finish()
                 kept.append(segment)
@@ -151,20 +153,27 @@ class StrayClose:
 
     def finish(self) -> list[Segment]:
         """End the content; return what was held back."""
-        held, self._text = self._text, ""
-        return [Segment(SegmentKind.CONTENT, held)] if held else []
+        held, self._held = self._held, content("", 0)
+        return [held] if held.text else []
 
-    def _take(self, text: str, kept: list[Segment]) -> None:
-        if not self._is_found:
-            split = split_at_tag(self._text + text, (CLOSE,))
-            self._keep(split.before, kept)
-            self._text, text = ("", split.after) if split.tag else (split.after, "")
-            self._is_found = split.tag is not None
-        self._keep(text, kept)
+    def _take(self, segment: Segment, kept: list[Segment]) -> None:
+        if self._is_found:
+            self._keep(segment, kept)
+            return
+        segment = self._held.followed_by(segment)
+        end = len(segment.text)
+        split = split_at_tag(segment.text, (CLOSE,))
+        self._keep(segment.part(0, len(split.before)), kept)
+        self._held = segment.part(end - len(split.after), end)
+        if split.tag is not None:
+            self._is_found = True
+            for after in self.finish():
+                self._keep(after, kept)
 
-    def _keep(self, text: str, kept: list[Segment]) -> None:
+    def _keep(self, segment: Segment, kept: list[Segment]) -> None:
         if self._is_found and self._is_start:
-            text = text.lstrip()
-        if text:
-            kept.append(Segment(SegmentKind.CONTENT, text))
+            space, _ = split_space(segment.text)
+            segment = segment.part(len(space), len(segment.text))
+        if segment.text:
+            kept.append(segment)
             self._is_start = False

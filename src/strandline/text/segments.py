@@ -5,6 +5,7 @@ does not depend on how the text was chunked. Text that may be the beginning of a
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -18,11 +19,55 @@ class SegmentKind(Enum):
     """A part of the call's arguments, as JSON."""
 
 
-class Segment(NamedTuple):
+class Span(NamedTuple):
+    """Characters ``[start, end)`` of a text."""
+
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """A part of an output. Two are equal if their kinds, texts and ids are, wherever they were read."""
+
     kind: SegmentKind
     text: str
     call_id: str | None = None
     """The id that the model gave a call, if its format has one."""
+    spans: tuple[Span, ...] = field(default=(), compare=False)
+    """The characters of the parsed text that content was read from, in ascending order; only of content."""
+
+    def shifted(self, num_characters: int) -> "Segment":
+        """Return the segment with spans that begin this many characters later."""
+        if not self.spans:
+            return self
+        spans = [Span(start + num_characters, end + num_characters) for start, end in self.spans]
+        return Segment(self.kind, self.text, self.call_id, tuple(spans))
+
+    def part(self, start: int, end: int) -> "Segment":
+        """Return characters ``[start, end)`` of content that was read from the parsed text as it is."""
+        spans: list[Span] = []
+        num_before = 0
+        for span in self.spans:
+            offset = span.start - num_before
+            first, last = max(start, num_before), min(end, num_before + span.end - span.start)
+            if first < last:
+                spans.append(Span(first + offset, last + offset))
+            num_before += span.end - span.start
+        return Segment(self.kind, self.text[start:end], self.call_id, tuple(spans))
+
+    def followed_by(self, other: "Segment") -> "Segment":
+        """Return this segment with the text of the next one, of the same kind."""
+        spans = self.spans + other.spans
+        if self.spans and other.spans and self.spans[-1].end == other.spans[0].start:
+            met = Span(self.spans[-1].start, other.spans[0].end)
+            spans = (*self.spans[:-1], met, *other.spans[1:])
+        return Segment(self.kind, self.text + other.text, None, spans)
+
+
+def content(text: str, end: int) -> Segment:
+    """Return content that ends at a character of the parsed text and stands there as it is."""
+    return Segment(SegmentKind.CONTENT, text, None, (Span(end - len(text), end),) if text else ())
 
 
 class SegmentParser(Protocol):
@@ -93,7 +138,7 @@ def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
     result: list[Segment] = []
     for segment in segments:
         if result and segment.kind is result[-1].kind and segment.kind is not SegmentKind.CALL:
-            result[-1] = Segment(segment.kind, result[-1].text + segment.text)
+            result[-1] = result[-1].followed_by(segment)
         elif segment.text or segment.kind is SegmentKind.CALL:
             result.append(segment)
     return result

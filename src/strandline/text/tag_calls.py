@@ -8,7 +8,7 @@ from typing import Any, Final
 from strandline.text.json_calls import parse_json
 from strandline.text.parameter_sets import parameter_types
 from strandline.text.python_calls import parse_literal
-from strandline.text.segments import Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import Segment, SegmentKind, content, split_at_tag, split_space
 from strandline.text.tool_calls import Schemas
 
 MAX_NAME_CHARACTERS: Final = 256
@@ -51,11 +51,12 @@ class TagCalls:
         """Text of a possible call, which becomes content if it turns out not to be one."""
         self._text = "" if self._has_outer else opener
         """Text that has not been parsed yet."""
+        self._num_fed = len(opener)
         self._step: Callable[[list[Segment]], bool] = self._at_function
         self._name = ""
         self._key = ""
         self._num_parameters = 0
-        self._stray: list[str] = []
+        self._stray: list[Segment] = []
         """Text between parameters."""
         self._value: list[str] = []
         self._is_first = True
@@ -63,6 +64,7 @@ class TagCalls:
         self._rest: str | None = None
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
+        self._num_fed += len(text)
         self._text += text
         while self._rest is None and self._step(segments):
             pass
@@ -78,7 +80,7 @@ class TagCalls:
         elif is_call and self._step == self._in_function and not self._text:
             segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
         tag = self._tags.parameter if self._step == self._at_parameter else ""
-        _append_content("".join([*self._raw, *self._stray]) + tag + self._text, segments)
+        self._emit_stray(tag + self._text, self._num_fed, segments)
 
     # States of the parser. Each returns whether the next one can run on the remaining text.
 
@@ -103,15 +105,15 @@ class TagCalls:
 
     def _lost(self, segments: list[Segment]) -> bool:
         """Emit text that is not a call as content: up to the closing tag, or only the tag that opened the call."""
-        text = "".join([*self._raw, *self._stray]) + self._text
+        text = "".join([*self._raw, *(segment.text for segment in self._stray)]) + self._text
         self._raw, self._stray = [], []
         if not self._has_outer:
             before, tag, self._rest = text.partition(self._tags.function)
-            segments.append(Segment(SegmentKind.CONTENT, before + tag))
+            segments.append(content(before + tag, self._num_fed - len(self._rest)))
             return False
         split = split_at_tag(text, (self._tags.close,))
         self._text = split.after
-        segments.append(Segment(SegmentKind.CONTENT, split.before + (split.tag or "")))
+        segments.append(content(split.before + (split.tag or ""), self._num_fed - len(split.after)))
         self._rest = split.after if split.tag else None
         return False
 
@@ -119,7 +121,7 @@ class TagCalls:
         tags = self._tags
         split = split_at_tag(self._text, (tags.parameter, tags.end_function, tags.close, tags.function))
         if split.before:
-            self._stray.append(split.before)
+            self._stray.append(content(split.before, self._num_fed - len(self._text) + len(split.before)))
         self._text = split.after
         if split.tag is None:
             return False
@@ -127,13 +129,12 @@ class TagCalls:
             self._step = self._at_parameter
             return True
         if not self._num_parameters:
-            if any(not text.isspace() for text in self._stray):
+            if any(not segment.text.isspace() for segment in self._stray):
                 self._text, self._step = split.tag + split.after, self._lost
                 return True
             self._begin(segments)
         segments.append(Segment(SegmentKind.ARGUMENTS, "}"))
-        _append_content("".join(self._stray), segments)
-        self._stray = []
+        self._emit_stray("", 0, segments)
         self._step = self._behind if split.tag == tags.end_function else self._at_function
         if split.tag == tags.function:
             self._text = split.tag + split.after
@@ -147,7 +148,7 @@ class TagCalls:
             return False
         name, rest = split
         if name is None:
-            self._stray.append(self._tags.parameter)
+            self._stray.append(content(self._tags.parameter, self._num_fed - len(self._text)))
             self._step = self._in_function
             return True
         self._key, self._text = name, rest
@@ -207,6 +208,19 @@ class TagCalls:
         self._rest = self._text.removeprefix(self._tags.close)
         return False
 
+    def _emit_stray(self, text: str, end: int, segments: list[Segment]) -> None:
+        """Emit the text of a possible call, that between parameters, and a text after both, unless all is space.
+
+        Args:
+            end: the character after the last text.
+        """
+        raw = "".join(self._raw)
+        num_after = len(text) + sum(len(segment.text) for segment in self._stray)
+        found = [content(raw, end - num_after), *self._stray, content(text, end)]
+        if any(not segment.text.isspace() for segment in found if segment.text):
+            segments += found
+        self._stray = []
+
     def _types(self) -> frozenset[str] | None:
         return parameter_types(self._schemas.get(self._name, {}), self._key)
 
@@ -222,11 +236,6 @@ def split_name(text: str) -> tuple[str | None, str] | None:
     if not is_name or "\n" in name:
         return None, text
     return (name, rest + text[MAX_NAME_CHARACTERS:]) if end else None
-
-
-def _append_content(text: str, segments: list[Segment]) -> None:
-    if text and not text.isspace():
-        segments.append(Segment(SegmentKind.CONTENT, text))
 
 
 def is_text(types: frozenset[str] | None) -> bool:

@@ -110,7 +110,7 @@ class ReasoningWatch:
         was_opened = parser.is_opened_by_tag
         segments = parser.feed(piece, [piece.rfind(tag.text)] if tag is not None and is_call else ())
         self.num_sections += parser.is_opened_by_tag and not was_opened
-        return "".join(text for kind, text, _ in segments if kind is SegmentKind.CONTENT)
+        return "".join(segment.text for segment in segments if segment.kind is SegmentKind.CONTENT)
 
     def _take_content(self, content: str, token: int) -> None:
         tag = self._rules.call_tag

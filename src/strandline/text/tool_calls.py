@@ -6,14 +6,14 @@ The model's output is not trusted to be well-formed: text that is not a call is 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from strandline.text.segments import HeldSpace, Segment, SegmentKind, split_at_tag, split_space
+from strandline.text.segments import HeldSpace, Segment, content, split_at_tag, split_space
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Maps a function to the JSON schema of its parameters."""
 
 
 class Calls(Protocol):
-    """Parses the calls after one opening tag."""
+    """Parses the calls after one opening tag. The spans of its segments count from the tag."""
 
     def feed(self, text: str, segments: list[Segment]) -> str | None:
         """Add text; return the text after the calls, or None while they continue."""
@@ -39,16 +39,22 @@ class ToolCallParser:
         self._has_called = False
         self._space = HeldSpace()
         self._text = ""
+        self._num_fed = 0
+        self._calls_start = 0
+        """The character at which the latest calls begin."""
 
     def feed(self, text: str) -> list[Segment]:
         segments: list[Segment] = []
+        self._num_fed += len(text)
         self._text += text
         while self._text:
             if self._calls is None:
                 if not self._take_content(segments):
                     break
             else:
-                rest = self._calls.feed(self._text, segments)
+                found: list[Segment] = []
+                rest = self._calls.feed(self._text, found)
+                segments += [segment.shifted(self._calls_start) for segment in found]
                 self._text = rest or ""
                 if rest is not None:
                     self._calls = None
@@ -58,8 +64,9 @@ class ToolCallParser:
         segments: list[Segment] = []
         if self._calls is not None:
             self._calls.finish(segments)
+            segments = [segment.shifted(self._calls_start) for segment in segments]
         else:
-            segments.append(Segment(SegmentKind.CONTENT, self._space.drop() + self._text))
+            segments.append(content(self._space.drop() + self._text, self._num_fed))
         self._text = ""
         return segments
 
@@ -77,7 +84,8 @@ class ToolCallParser:
         split = split_at_tag(self._text, self._openers)
         kept = self._space.take(split.before.lstrip() if self._has_called else split.before)
         if kept:
-            segments.append(Segment(SegmentKind.CONTENT, kept))
+            end = self._num_fed - len(self._text) + len(split.before.rstrip())
+            segments.append(content(kept, end))
             self._has_called = False
         self._text = split.after
         if split.tag is None:
@@ -88,4 +96,5 @@ class ToolCallParser:
     def _begin(self, tag: str) -> None:
         self._space.drop()
         self._has_called = True
+        self._calls_start = self._num_fed - len(self._text) - len(tag)
         self._calls = self._make_calls(tag)

@@ -20,6 +20,7 @@ WEATHER: dict[str, Any] = {
         "additionalProperties": False,
     },
 }
+LOGPROBS: Any = "message.output_text.logprobs"
 CALL = '<think>\nhm\n</think>\n\nSee.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 
@@ -59,7 +60,7 @@ def test_responses_logprobs_are_those_of_chat_completions(client: openai.OpenAI)
     )
     assert chat.choices[0].logprobs is not None
     expected = [entry.model_dump() for entry in chat.choices[0].logprobs.content or ()]
-    wishes |= {"input": "who?", "max_output_tokens": 9, "include": ["message.output_text.logprobs"]}
+    wishes |= {"input": "who?", "max_output_tokens": 9, "include": [LOGPROBS]}
     whole = client.responses.create(**wishes)
     *_, last = events = list(client.responses.create(**wishes, stream=True))
     assert last.type == "response.incomplete"
@@ -98,13 +99,32 @@ def test_results_that_no_response_has_may_be_included(client: openai.OpenAI, val
     ("wishes", "message"),
     [
         ({"top_logprobs": 2}, "top_logprobs needs include"),
-        ({"include": ["message.output_text.logprobs"]}, "models without reasoning and requests without tools"),
-        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "logprobs must be"),
+        ({"include": [LOGPROBS], "top_logprobs": 21}, "logprobs must be"),
     ],
 )
 def test_logprobs_that_are_not_served_are_refused(chatty: openai.OpenAI, wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         chatty.responses.create(model="tiny", input="who?", max_output_tokens=9, **wishes)
+
+
+def test_logprobs_beside_reasoning_and_calls_are_those_of_the_message(chatty: openai.OpenAI) -> None:
+    said = CALL.replace("See.", "Moment, \N{SUN BEHIND CLOUD}.")
+    wishes = saying(said, include=[LOGPROBS], top_logprobs=2)
+    whole = chatty.responses.create(**wishes)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    [part] = whole.output[1].content  # type: ignore[union-attr]
+    entries = part.logprobs or []  # type: ignore[union-attr]
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == whole.output_text
+    assert {len(entry.top_logprobs) for entry in entries} == {2}
+    *_, last = events = list(chatty.responses.create(stream=True, **wishes))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert "".join(event.delta for event in deltas) == whole.output_text
+    for streamed in ([each for event in deltas for each in event.logprobs], done.logprobs):
+        assert [each.logprob for each in streamed] == pytest.approx([each.logprob for each in entries], abs=1e-4)
+    assert last.type == "response.completed"
+    replayed = chatty.responses.create(model="tiny", input=last.response.output, max_output_tokens=1)  # type: ignore[arg-type]
+    assert replayed.usage is not None
 
 
 def test_a_streamed_response_is_the_whole_one(chatty: openai.OpenAI) -> None:

@@ -15,6 +15,7 @@ from strandline.server.responses.custom_input import CustomInput
 from strandline.server.responses.history import History
 from strandline.server.responses.items import Items
 from strandline.server.responses.reasoning_seal import ReasoningSeal
+from strandline.server.responses.text_logprobs import TextLogprobs
 from strandline.server.responses.tools import DeclaredTools, ToolName
 from strandline.text.segments import Segment, SegmentKind
 
@@ -353,7 +354,7 @@ def test_other_arguments_of_a_custom_tool_are_its_input(arguments: str, text: st
 
 
 def test_a_custom_call_has_its_own_item_and_events() -> None:
-    items = Items(declared({"type": "namespace", "name": "n", "tools": [CUSTOM]}).tool)
+    items = Items(declared({"type": "namespace", "name": "n", "tools": [CUSTOM]}).tool, TextLogprobs(0))
     events = items.append([Segment(SegmentKind.CALL, "n__patch")])
     for piece in ('{"inp', 'ut": "a\\', 'nb"}'):
         events += items.append([Segment(SegmentKind.ARGUMENTS, piece)])

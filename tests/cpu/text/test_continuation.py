@@ -94,4 +94,4 @@ def test_parser_goes_on_where_the_beginning_ends(beginning: str, text: str, expe
     assert rules is not None
     parser = ThinkParser.of(rules)
     segments = merge_segments([*[s for char in text for s in parser.feed(char)], *parser.finish()])
-    assert [(kind.value, part) for kind, part, _ in segments] == expected
+    assert [(segment.kind.value, segment.text) for segment in segments] == expected

@@ -72,6 +72,12 @@ def test_delta_holds_only_what_is_new() -> None:
     assert "".join(output.text for output in firsts) == "abcdefgh"
 
 
+def test_each_token_has_the_characters_that_it_adds() -> None:
+    _, [delta] = run(TOKENIZER.encode("aé日b"), set())
+    halves = [(1, 1), (1, 2), (2, 2), (2, 2), (2, 3)]  # the last token of a character adds it
+    assert [list(output.token_spans) for output in delta.outputs] == [[(0, 1), *halves, (3, 4)]] * 2
+
+
 @pytest.mark.parametrize(
     ("interval", "sizes"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (7, [1, 7]), (8, [1, 7]), (100, [1, 7])]
 )

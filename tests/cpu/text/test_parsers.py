@@ -41,9 +41,13 @@ SHARDS = [
 
 
 def parse(name: str, *texts: str) -> list[Segment]:
+    """Return segments, after a check that they say where content was read."""
     parser = PARSERS[name]()
     segments = [segment for text in texts for segment in parser.feed(text)]
-    return merge_segments([*segments, *parser.finish()])
+    segments = merge_segments([*segments, *parser.finish()])
+    spans = [span for segment in segments for span in segment.spans]
+    assert "".join("".join(texts)[start:end] for start, end in spans) == contents(segments)
+    return segments
 
 
 def calls(segments: list[Segment]) -> list[tuple[str, Any]]:

@@ -112,14 +112,18 @@ OTHER_SHARDS = (
 
 
 def parse(name: str, *texts: str) -> list[Segment]:
+    """Return segments, after a check that they say where content was read."""
     parser = tool_format(name).parser(SCHEMAS)
     segments = [segment for text in texts for segment in parser.feed(text)]
-    return merge_segments([*segments, *parser.finish()])
+    segments = merge_segments([*segments, *parser.finish()])
+    assert read_from("".join(texts), segments) == contents(segments)
+    return segments
 
 
 def calls(segments: list[Segment]) -> list[tuple[str, Any]]:
     found: list[tuple[str, str]] = []
-    for kind, text, _ in segments:
+    for segment in segments:
+        kind, text = segment.kind, segment.text
         if kind is SegmentKind.CALL:
             found.append((text, ""))
         elif kind is SegmentKind.ARGUMENTS:
@@ -129,6 +133,13 @@ def calls(segments: list[Segment]) -> list[tuple[str, Any]]:
 
 def contents(segments: list[Segment]) -> str:
     return "".join(segment.text for segment in segments if segment.kind is SegmentKind.CONTENT)
+
+
+def read_from(text: str, segments: list[Segment]) -> str:
+    """Return the characters of a text that content was read from."""
+    spans = [span for segment in segments for span in segment.spans]
+    assert spans == sorted(spans)
+    return "".join(text[start:end] for start, end in spans)
 
 
 def test_every_format_has_an_example() -> None:
@@ -418,7 +429,9 @@ def test_what_is_no_call_in_tags_stays(name: str, text: str, wanted: Any, kept: 
 )
 def test_call_in_tags_that_is_cut_off_loses_nothing(name: str, text: str, arguments: str | None, kept: Any) -> None:
     segments = parse(name, in_tags_of(name, text))
-    assert [text for kind, text, _ in segments if kind is SegmentKind.ARGUMENTS] == ([arguments] if arguments else [])
+    assert [segment.text for segment in segments if segment.kind is SegmentKind.ARGUMENTS] == (
+        [arguments] if arguments else []
+    )
     assert contents(segments) == in_tags_of(name, text if kept is ... else kept)
 
 

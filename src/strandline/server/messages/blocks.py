@@ -23,12 +23,13 @@ class Blocks:
     def append(self, segments: Iterable[Segment]) -> list[Json]:
         """Append segments; return their events."""
         events: list[Json] = []
-        for kind, text, call_id in segments:
-            match kind:
+        for segment in segments:
+            text = segment.text
+            match segment.kind:
                 case SegmentKind.CALL:
                     empty = {
                         "type": "tool_use",
-                        "id": call_id or new_call_id().replace("call_", "toolu_"),
+                        "id": segment.call_id or new_call_id().replace("call_", "toolu_"),
                         "name": text,
                         "input": {},
                     }

@@ -11,7 +11,7 @@ from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import CallTag, ReasoningRules
 from strandline.text.channels import CHANNEL, TAGS, ChannelParser
 from strandline.text.reasoning import StrayClose, ThinkParser
-from strandline.text.segments import Segment, SegmentKind, SegmentParser, merge_segments
+from strandline.text.segments import Segment, SegmentKind, SegmentParser, content, merge_segments
 from strandline.text.tool_calls import Schemas
 from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
 
@@ -148,6 +148,9 @@ class OutputParser:
         self._think = think
         self._tools = tools
         self._stray_close = StrayClose()
+        self._num_fed = 0
+        self._content_start: int | None = None
+        """The character at which the content begins, with the calls in it; None: it has not begun."""
 
     def feed(self, text: str, marks: Collection[int] = ()) -> list[Segment]:
         """Add text; return its segments.
@@ -160,11 +163,12 @@ class OutputParser:
     def finish(self) -> list[Segment]:
         """End the output; return the segments that were held back."""
         segments = self._split_calls(self._think.finish()) if self._think is not None else []
-        segments += self._drop_stray_close(self._tools.finish()) if self._tools is not None else []
+        segments += self._drop_stray_close(self._placed(self._tools.finish())) if self._tools is not None else []
         return self._keep([*segments, *self._stray_close.finish()])
 
     def _split_reasoning(self, text: str, marks: Collection[int]) -> list[Segment]:
-        return self._think.feed(text, marks) if self._think is not None else [Segment(SegmentKind.CONTENT, text)]
+        self._num_fed += len(text)
+        return self._think.feed(text, marks) if self._think is not None else [content(text, self._num_fed)]
 
     def _split_calls(self, segments: list[Segment]) -> list[Segment]:
         if self._tools is None:
@@ -172,10 +176,16 @@ class OutputParser:
         found: list[Segment] = []
         for segment in segments:
             if segment.kind is SegmentKind.CONTENT:
-                found += self._drop_stray_close(self._tools.feed(segment.text))
+                if self._content_start is None and segment.spans:
+                    self._content_start = segment.spans[0].start
+                found += self._drop_stray_close(self._placed(self._tools.feed(segment.text)))
             else:
                 found.append(segment)
         return found
+
+    def _placed(self, segments: list[Segment]) -> list[Segment]:
+        """Return segments of the content as segments of the whole text."""
+        return [segment.shifted(self._content_start or 0) for segment in segments]
 
     def _drop_stray_close(self, segments: list[Segment]) -> list[Segment]:
         is_due = self._think is not None and self._think.is_ended_by_call
@@ -183,9 +193,10 @@ class OutputParser:
 
     def _keep(self, segments: Iterable[Segment]) -> list[Segment]:
         segments = merge_segments(segments)
-        for kind, text, call_id in segments:
+        for segment in segments:
+            kind, text = segment.kind, segment.text
             if kind is SegmentKind.CALL:
-                self.calls.append(ToolCall(text, id=call_id or new_call_id()))
+                self.calls.append(ToolCall(text, id=segment.call_id or new_call_id()))
             elif kind is SegmentKind.ARGUMENTS:
                 self.calls[-1].arguments += text
             elif kind is SegmentKind.CONTENT:
@@ -221,7 +232,8 @@ def chat_deltas(parser: OutputParser, segments: Iterable[Segment], reasoning_fie
     if parser.calls:
         index -= [segment.kind for segment in segments].count(SegmentKind.CALL)
     found: list[Json] = []
-    for kind, text, _ in segments:
+    for segment in segments:
+        kind, text = segment.kind, segment.text
         if kind is SegmentKind.CALL:
             index += 1
             call: dict[str, Any] = {"index": index, "id": parser.calls[index].id, "type": "function"}

@@ -33,13 +33,13 @@ from strandline.server.requests.request_bodies import (
 from strandline.server.requests.response_store import ResponseStore
 from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.structured_fields import structure_of
-from strandline.server.requests.tools import Toolbox
-from strandline.server.requests.usage_and_logprobs import Json, cache_account, chat_logprobs, draft_counts
+from strandline.server.requests.usage_and_logprobs import Json, cache_account, draft_counts
 from strandline.server.responses.diagnostics import CacheOptions, Comparison
 from strandline.server.responses.history import COMPACTIONS, History
 from strandline.server.responses.input_items import read_items, with_ids
 from strandline.server.responses.items import Items
 from strandline.server.responses.reasoning_seal import ReasoningSeal
+from strandline.server.responses.text_logprobs import TextLogprobs
 from strandline.server.responses.tools import DeclaredTools
 from strandline.text.frontend import CheckedParams
 from strandline.text.picture_placeholders import PicturePlaceholders
@@ -155,15 +155,6 @@ class ResponsesBody(SamplingFields):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
-    def require_plain_text(self, service: Service, box: Toolbox) -> None:
-        """Reject log-probabilities if tokens may belong to reasoning or calls rather than to the text."""
-        if self.wants_logprobs and (box.schemas is not None or service.output_format.reasoning != "none"):
-            raise RequestError(
-                f"{LOGPROBS} is served for models without reasoning and requests without tools; use "
-                "/v1/chat/completions with logprobs",
-                param="include",
-            )
-
 
 class Conversation:
     """What a request asks, in the server's terms.
@@ -220,9 +211,9 @@ class Conversation:
         if self.is_stored:
             self._store.add(self._owner, response, with_ids(self._own_items))
 
-    def items(self) -> Items:
-        """Return the response's items."""
-        return Items(self.tools.tool, self._seal.seal if self._wants_sealed else None)
+    def items(self, logprobs: TextLogprobs) -> Items:
+        """Return the response's items, whose messages take log-probabilities of their tokens."""
+        return Items(self.tools.tool, logprobs, self._seal.seal if self._wants_sealed else None)
 
 
 class ModelResponse:
@@ -272,7 +263,8 @@ class ModelResponse:
             "truncation": "disabled",
         }
         self._parser = service.output_format.parser(prompt.text or "", conversation.box.schemas)
-        self._items = conversation.items()
+        self._logprobs = TextLogprobs(body.top_logprobs or 0)
+        self._items = conversation.items(self._logprobs)
         self._token_ids: list[int] = []
         rules, tokenizer = checked.reasoning, service.tokenizer
         self._reasoning = None if rules is None else ReasoningCount(tokenizer, rules, checked.hidden_ids)
@@ -285,7 +277,7 @@ class ModelResponse:
         [output] = delta.outputs
         self._note_tokens(output)
         segments = merge_segments([*self._parser.feed(output.text, output.call_marks), *self._parser.finish()])
-        self._items.append(segments, self._logprobs(output))
+        self._items.append(segments)
         self._end_items(output)
         return self._finish(output)
 
@@ -308,15 +300,11 @@ class ModelResponse:
         async for [(_, delta)] in self.job.bursts():
             [output] = delta.outputs
             self._note_tokens(output)
-            events = self._items.append(self._parser.feed(output.text, output.call_marks), self._logprobs(output))
+            events = self._items.append(self._parser.feed(output.text, output.call_marks))
             if delta.finished:
                 events += self._items.append(self._parser.finish()) + self._end_items(output)
                 events.append({"type": f"response.{self._status(output)}", "response": self._finish(output)})
             yield events
-
-    def _logprobs(self, output: OutputDelta) -> list[Json]:
-        entries: list[Json] = chat_logprobs(output.logprobs or (), self._body.top_logprobs or 0)["content"]
-        return entries
 
     def _status(self, last: OutputDelta) -> str:
         is_whole = last.finish_reason != "length" or self._body.cache_options.prewarm
@@ -369,6 +357,7 @@ class ModelResponse:
         return usage
 
     def _note_tokens(self, output: OutputDelta) -> None:
+        self._logprobs.add(output)
         self._token_ids += output.token_ids
         if self._reasoning is not None:
             for token in output.token_ids:
@@ -384,7 +373,6 @@ async def create_response(service: Service, body: ResponsesBody, request: Reques
     body = conversation.updated(body)
     params = body.sampling_params(service.defaults)
     box = conversation.box
-    body.require_plain_text(service, box)
     salt = partial(service.salt_of, request, body.cache_salt, body.model)
     with service.client.expect(params.n):
         prompt = await _render(service, body, conversation, placeholders, salt())

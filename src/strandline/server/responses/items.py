@@ -1,12 +1,13 @@
 """Output items of OpenAI's Responses API, and their events."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Final
 from uuid import uuid4
 
 from strandline.server.requests.usage_and_logprobs import Json
 from strandline.server.responses.custom_input import CustomInput
+from strandline.server.responses.text_logprobs import TextLogprobs
 from strandline.server.responses.tools import SEARCH, ToolName
 from strandline.text.json_calls import parse_json
 from strandline.text.segments import Segment, SegmentKind
@@ -22,37 +23,37 @@ class Items:
 
     Args:
         tool_of: returns the client's name of a function that the model calls.
+        logprobs: log-probabilities of the output's tokens; empty: the client has not asked for them.
         seal: encrypts reasoning for clients that send it back; None: the client has not asked for it.
     """
 
-    def __init__(self, tool_of: Callable[[str], ToolName], seal: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self,
+        tool_of: Callable[[str], ToolName],
+        logprobs: TextLogprobs,
+        seal: Callable[[str], str] | None = None,
+    ) -> None:
         self.items: list[Json] = []
         self._tool_of = tool_of
+        self._logprobs = logprobs
         self._seal = seal
         self._custom_input = CustomInput()
         self._search = ""
         """Arguments of the search that is open."""
         self._is_open = False
-        self._logprobs: list[Json] = []
-        """Log-probabilities of tokens whose text is not part of a message yet."""
 
-    def append(self, segments: Iterable[Segment], logprobs: Sequence[Json] = ()) -> list[Json]:
-        """Append segments; return their events.
-
-        Args:
-            logprobs: log-probabilities of the tokens that came with them.
-        """
-        self._logprobs += logprobs
+    def append(self, segments: Iterable[Segment]) -> list[Json]:
+        """Append segments; return their events."""
         events: list[Json] = []
-        for kind, text, call_id in segments:
-            if kind is SegmentKind.CALL:
-                events += self._open_call(self._tool_of(text), call_id or _name("call"))
+        for segment in segments:
+            if segment.kind is SegmentKind.CALL:
+                events += self._open_call(self._tool_of(segment.text), segment.call_id or _name("call"))
                 continue
-            if kind is SegmentKind.CONTENT:
+            if segment.kind is SegmentKind.CONTENT:
                 events += self._need("message")
-            elif kind is SegmentKind.REASONING:
+            elif segment.kind is SegmentKind.REASONING:
                 events += self._need("reasoning")
-            events += self._grow(text)
+            events += self._grow(segment)
         return events
 
     def finish(self, status: str) -> list[Json]:
@@ -62,8 +63,6 @@ class Items:
             status: status of the last item.
         """
         events = self._need("message") if not self.items else []
-        if self._is_open and self._last["type"] == "message":
-            self._take_logprobs()  # of the end token
         return events + self._close(status)
 
     @property
@@ -81,6 +80,7 @@ class Items:
         if kind == "message":
             item: Json = {"id": _name("msg"), "type": kind, "status": "in_progress", "role": "assistant", "content": []}
             part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._logprobs.begin()
         else:
             item = {"id": _name("rs"), "type": kind, "status": "in_progress", "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
@@ -107,8 +107,8 @@ class Items:
             return self._open({"id": _name("ctc"), "type": CUSTOM_CALL, **called, "input": ""})
         return self._open({"id": _name("fc"), "type": FUNCTION_CALL, **called, "arguments": ""})
 
-    def _grow(self, text: str) -> list[Json]:
-        item = self._last
+    def _grow(self, segment: Segment) -> list[Json]:
+        item, text = self._last, segment.text
         if item["type"] == FUNCTION_CALL:
             item["arguments"] += text
             return [{"type": "response.function_call_arguments.delta", **self._location(), "delta": text}]
@@ -119,7 +119,10 @@ class Items:
             return []
         part = item["content"][0]
         part["text"] += text
-        more: Json = {"logprobs": self._take_logprobs()} if part["type"] == "output_text" else {}
+        more: Json = {}
+        if part["type"] == "output_text":
+            more["logprobs"] = self._logprobs.take(segment.spans)
+            part["logprobs"] += more["logprobs"]
         return [{"type": f"response.{part['type']}.delta", **self._location(), "delta": text, **more}]
 
     def _grow_input(self, text: str) -> list[Json]:
@@ -127,12 +130,6 @@ class Items:
             return []
         self._last["input"] += text
         return [{"type": "response.custom_tool_call_input.delta", **self._location(), "delta": text}]
-
-    def _take_logprobs(self) -> list[Json]:
-        """Move the log-probabilities into the message that is open; return them."""
-        taken, self._logprobs = self._logprobs, []
-        self._last["content"][0]["logprobs"] += taken
-        return taken
 
     def _close(self, status: str) -> list[Json]:
         if not self._is_open:
