@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.interpreter_builder import make_operations_cheap
 from tests.interpreter_operations import Operations
 
 MATMUL = np.matmul
@@ -26,6 +27,7 @@ def prepare_interpreter() -> None:
     _compute_bfloat16(interpreter, "create_fsub", np.subtract)
     _compute_bfloat16(interpreter, "create_fmul", np.multiply)
     _convert_e4m3(interpreter)
+    make_operations_cheap(interpreter)
     interpreter._patch_builtin = Operations(interpreter).patch
     _patch_language_once(interpreter)
     _keep_dtypes(interpreter)

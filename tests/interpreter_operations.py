@@ -8,13 +8,15 @@ interpreter takes to derive types.
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 MAX_RECORDINGS = 20_000
 """Most recordings of an operation, which Python's integers among the operands distinguish; then all are dropped."""
 
 CONSTANTS = (bool, int, float, str, type(None))
+
+ALL = slice(None)
 
 VARYING = ("create_get_program_id", "create_get_num_programs")
 """Calls whose results differ though they take no value."""
@@ -25,11 +27,12 @@ class Slot(int):
 
 
 class Call(NamedTuple):
-    """A call of the builder; ``slots`` has the position of each argument that is a value, and the value's number."""
+    """A call of the builder; arguments that are values are their numbers, as are the results."""
 
     name: str
     arguments: list[Any]
-    slots: list[tuple[int, Slot]]
+    results: list[Slot]
+    returns_tuple: bool
 
 
 class Tensor(NamedTuple):
@@ -52,12 +55,14 @@ class Recording:
         self.calls: list[Call] = []
         self.result: Any = None
         self.is_complete = True
+        self.num_operands = len(values)
         for value in values:
             self._number(value)
 
-    def _number(self, value: Any) -> None:
-        self._known[id(value)] = Slot(len(self._values))
+    def _number(self, value: Any) -> Slot:
+        slot = self._known[id(value)] = Slot(len(self._values))
         self._values.append(value)
+        return slot
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._interpreter.interpreter_builder, name)
@@ -68,14 +73,13 @@ class Recording:
         if isinstance(found, self._interpreter.tl.dtype):
             return found
         known = [self._find(argument) for argument in arguments]
-        slots = [(position, argument) for position, argument in enumerate(known) if type(argument) is Slot]
         self.is_complete &= not named
-        if not slots and name not in VARYING and self._is_value(found):
+        takes_value = any(type(argument) is Slot for argument in known)
+        if not takes_value and name not in VARYING and self._is_value(found):
             self._known[id(found)] = found
             return found
-        self.calls.append(Call(name, known, slots))
-        for value in found if type(found) is tuple else (found,):
-            self._number(value)
+        results = [self._number(value) for value in (found if type(found) is tuple else (found,))]
+        self.calls.append(Call(name, known, results, type(found) is tuple))
         return found
 
     def _is_value(self, found: Any) -> bool:
@@ -102,27 +106,67 @@ class Recording:
         self.is_complete &= isinstance(result, (*CONSTANTS, self._interpreter.tl.constexpr, self._interpreter.tl.dtype))
         return result
 
-    def replay(self, values: list[Any]) -> Any:
-        """Repeat the calls for other operands; append their results to the operands."""
-        builder = self._interpreter.interpreter_builder
-        for name, arguments, slots in self.calls:
-            filled = arguments.copy()
-            for position, slot in slots:
-                filled[position] = values[slot]
-            found = getattr(builder, name)(*filled)
-            if type(found) is tuple:
-                values.extend(found)
-            else:
-                values.append(found)
-        return self._fill(self.result, values)
+    @cached_property
+    def replay(self) -> Callable[[list[Any]], Any]:
+        """What repeats the calls for other operands."""
+        return Replay(self, self._interpreter.interpreter_builder, self._tensor).function()
 
-    def _fill(self, pattern: Any, values: list[Any]) -> Any:
-        if type(pattern) is Tensor:
-            value, attributes = pattern
-            result = self._tensor.__new__(self._tensor)
-            result.__dict__ = {**attributes, "handle": values[value] if type(value) is Slot else value}
-            return result
-        return tuple(self._fill(part, values) for part in pattern) if type(pattern) is tuple else pattern
+
+class Replay:
+    """A recording as a function of Python, for which a call of the builder takes no more than that call.
+
+    Recordings that differ in constants alone share its code.
+    """
+
+    def __init__(self, recording: Recording, builder: Any, tensor: type) -> None:
+        self._recording, self._builder, self._tensor = recording, builder, tensor
+        self._constants: list[Any] = []
+        self._lines: list[str] = []
+        self._num_tensors = 0
+
+    def function(self) -> Callable[[list[Any]], Any]:
+        """Compile the function, which takes the operands' values."""
+        for name, arguments, results, returns_tuple in self._recording.calls:
+            targets = "".join(f"v{slot}, " for slot in results) if returns_tuple else f"v{results[0]}"
+            self._lines.append(f"{targets} = builder.{name}({', '.join(map(self._name, arguments))})")
+        returned = self._build(self._recording.result)
+        taken = "".join(f"v{number}, " for number in range(self._recording.num_operands))
+        lines = [f"{taken} = values" if taken else "pass", *self._lines, f"return {returned}"]
+        constants = [f"c{number}" for number in range(len(self._constants))]
+        source = f"def make({', '.join(('builder', 'tensor', 'new', *constants))}):\n def replay(values):\n  "
+        source += "\n  ".join(lines) + "\n return replay"
+        make = compile_maker(source)
+        function: Callable[[list[Any]], Any] = make(self._builder, self._tensor, self._tensor.__new__, *self._constants)
+        return function
+
+    def _name(self, value: Any) -> str:
+        """Return the name of a value, or of a constant."""
+        if type(value) is Slot:
+            return f"v{value}"
+        self._constants.append(value)
+        return f"c{len(self._constants) - 1}"
+
+    def _build(self, pattern: Any) -> str:
+        """Return what stands for a part of the result; append the lines that build its tensors."""
+        if type(pattern) is tuple:
+            return "(" + "".join(f"{self._build(part)}, " for part in pattern) + ")"
+        if type(pattern) is not Tensor:
+            return self._name(pattern)
+        name = f"t{self._num_tensors}"
+        self._num_tensors += 1
+        self._lines.append(f"{name} = new(tensor)")
+        for attribute, value in {"handle": pattern.value, **pattern.attributes}.items():
+            self._lines.append(f"{name}.{attribute} = {self._name(value)}")
+        return name
+
+
+@cache
+def compile_maker(source: str) -> Callable[..., Any]:
+    """Compile a function ``make``."""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    maker: Callable[..., Any] = scope["make"]
+    return maker
 
 
 class Operations:
@@ -147,11 +191,12 @@ class Operations:
         semantic = self._interpreter.interpreter_semantic
 
         def operation(*operands: Any, **options: Any) -> Any:
-            asked = options.pop("_semantic", None)
+            asked = options.pop("_semantic", None) if options else None
             if asked is not None:  # an operation that is a part of another
                 return member(*operands, **options, _semantic=asked)
-            for outer in self._recordings:
-                outer.is_complete = False
+            if self._recordings:
+                for outer in self._recordings:
+                    outer.is_complete = False
             values: list[Any] = []
             try:
                 key = self._key(operands, options, values)
@@ -183,10 +228,21 @@ class Operations:
 
     def _key(self, operands: tuple[Any, ...], options: dict[str, Any], values: list[Any]) -> Any:
         """Return what the calls depend on; append the operands' values."""
-        parts = [self._part(operand, values) for operand in operands]
+        tensor, parts = self._core.tensor, list[Any]()
+        for operand in operands:
+            if type(operand) is tensor:  # as in `_part`, for most operands
+                values.append(operand.handle)
+                try:
+                    parts.append(operand.type.number)
+                except AttributeError:
+                    parts.append(self._number(operand.type))
+            else:
+                parts.append(self._part(operand, values))
         for name, option in options.items():
             parts += (name, self._part(option, values))
-        if len(values) > 1 and len(set(map(id, values))) < len(values):
+        if len(values) == 2 and values[0] is values[1]:
+            parts.append((0, 0))
+        elif len(values) > 2 and len(set(map(id, values))) < len(values):
             numbers = list(map(id, values))
             parts.append(tuple(map(numbers.index, numbers)))
         return tuple(parts)
@@ -203,8 +259,10 @@ class Operations:
         if kind is self._core.constexpr:
             return kind, self._part(operand.value, values)
         if kind is tuple or kind is list or kind is self._core.tuple:
-            return kind, *(self._part(part, values) for part in operand)
+            return kind, *[self._part(part, values) for part in operand]
         if kind is slice:
+            if operand == ALL:
+                return kind
             return kind, *(self._part(part, values) for part in (operand.start, operand.stop, operand.step))
         if isinstance(operand, self._core.dtype):
             return kind, self._number(operand)

@@ -61,3 +61,37 @@ def test_operands_may_be_the_same() -> None:
     x, y, out = torch.randn(4), torch.randn(4), torch.full((8,), math.nan)
     _pair_kernel[(1,)](out, x, y)
     assert torch.equal(out, torch.cat((torch.zeros(4), x - y)))
+
+
+@triton.jit
+def _widen_kernel(out, back, x, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(x + offsets).to(tl.float32)
+    tl.store(out + offsets, wide)
+    tl.store(back + offsets, wide.to(tl.bfloat16))
+
+
+def test_every_bfloat16_number_is_widened_exactly() -> None:
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    out, back = torch.full((1 << 16,), math.nan), torch.empty_like(x)
+    _widen_kernel[(16,)](out, back, x, 1 << 12)
+    assert torch.equal(out.view(torch.int32), x.view(torch.int16).int() << 16)
+    assert torch.equal(back.view(torch.int16), x.view(torch.int16))
+
+
+@triton.jit
+def _shapes_kernel(out, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    x_R = tl.load(x + row)
+    total = tl.broadcast_to(x_R[None, :, None], (1, ROWS, 1)).sum()
+    block = x_R[:, None] + tl.zeros((ROWS, COLUMNS), tl.float32) + total
+    tl.store(out + row[:, None] * COLUMNS + column[None, :], block)
+
+
+@pytest.mark.parametrize("columns", [2, 1024])
+def test_blocks_of_any_size_are_repeated_along_new_axes(columns: int) -> None:
+    x, out = torch.randn(8), torch.full((8, columns), math.nan)
+    for _ in range(2):
+        _shapes_kernel[(1,)](out, x, 8, columns)
+        torch.testing.assert_close(out, (x + x.sum())[:, None].expand(8, columns))
+        out.fill_(math.nan)
