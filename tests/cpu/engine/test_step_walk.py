@@ -5,6 +5,7 @@ CUDA graphs are replaced (``eager_graphs.py``): what one captures counts as if e
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -63,10 +64,12 @@ class Trace:
         return sorted(each.co_qualname for each in self.functions - properties)
 
 
+@cache
 def is_ours(code: CodeType) -> bool:
     return code.co_filename.startswith((f"{DEVICE}/", f"{TESTS}/"))
 
 
+@cache
 def is_visited(code: CodeType) -> bool:
     """Whether a function belongs to a step, and to no stand-in of a test."""
     path = Path(code.co_filename)
