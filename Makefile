@@ -16,7 +16,8 @@ NEW_VENV = $(PYTHON) -m venv --upgrade-deps
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Half of what is installed, of which little is imported: it is compiled then.
-SELDOM := '/(models|sympy|networkx|pip|setuptools|tests?|testing|_inductor)/'
+SELDOM := '/(models|sympy|networkx|pip|setuptools|tests?|testing|_inductor|mypyc?|lexers|torchgen|graphql|openai/types'
+SELDOM := $(SELDOM)'|moto/(?!core|s3|moto_|util)\w+)/'
 
 # Workers, and the servers that tests start, would compile all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
