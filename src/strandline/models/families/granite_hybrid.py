@@ -111,7 +111,7 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
 
 def _moe_targets(mlp: SparseMoe, prefix: str) -> NamedTargets:
     """Yield the tensors of the experts, and of their shared part."""
-    shared, router, _, _ = mlp.in_proj.weight_OI.split(mlp.sizes)
+    shared, router, _, _ = mlp.in_proj.weights
     experts = mlp.experts.rows()
     if mlp.shared_down is not None:
         gate_up = (sharded(rows, mlp.shard) for rows in shared.chunk(2))

@@ -67,7 +67,7 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
         if isinstance(mixer, Attention):
             yield from mixer.targets(f"{prefix}self_attn.")
             continue
-        sizes = [*mixer.conv_sizes, *mixer.sizes[1:-1]]
+        sizes = [*mixer.conv_sizes, *mixer.in_proj.part_rows[1:-1]]
         rows = stacked_rows(mixer.in_proj.weight_OI[: sum(sizes)], sizes, [mixer.shard] * len(sizes))
         yield f"{prefix}linear_attn.in_proj.weight", rows
         yield from renamed(mixer.targets(f"{prefix}linear_attn."), {"norm": "out_norm"})

@@ -89,7 +89,7 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
 
 def _gated_delta_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     """Yield the tensors of a Gated DeltaNet layer."""
-    qkv, z, b, a, _ = mixer.in_proj.weight_OI.split(mixer.sizes)
+    qkv, z, b, a, _ = mixer.in_proj.weights
     for name, rows in zip("qkv", qkv.split(mixer.conv_sizes), strict=True):
         yield f"{prefix}{name}_proj.weight", sharded(rows, mixer.shard)
     for name, rows in {"g": z, "b": b, "a": a}.items():

@@ -36,7 +36,7 @@ def read_mlp(fields: Fields) -> MlpConfig:
 
 def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     """Yield the four input projections."""
-    qkv, z, b, a, _ = mixer.in_proj.weight_OI.split(mixer.sizes)
+    qkv, z, b, a, _ = mixer.in_proj.weights
     yield f"{prefix}in_proj_qkv.weight", stacked_rows(qkv, mixer.conv_sizes, [mixer.shard] * 3)
     yield f"{prefix}in_proj_z.weight", sharded(z, mixer.shard)
     yield f"{prefix}in_proj_b.weight", sharded(b, mixer.shard)

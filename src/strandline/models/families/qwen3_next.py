@@ -47,7 +47,7 @@ def read_mlps(fields: Fields, num_layers: int, *, is_shared: bool = True) -> lis
 
 def in_proj_targets(mixer: GatedDeltaNet, prefix: str) -> NamedTargets:
     """Yield the two input projections: per key head, the rows of q, k, v, z, and those of b, a."""
-    qkv, z, b, a, _ = mixer.in_proj.weight_OI.split(mixer.sizes)
+    qkv, z, b, a, _ = mixer.in_proj.weights
     q, k, v = qkv.split(mixer.conv_sizes)
     by_key_head = (mixer.num_key_heads, -1)
     for name, parts in {"qkvz": (q, k, v, z), "ba": (b, a)}.items():

@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
     def prepare(self, hidden_TE: Rows, step: Step, memory: KVMemory) -> tuple[Tensor, Tensor]:
         """Store keys and values; return queries, and the gates of channels."""
-        q_TO, k_TO, v_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.in_proj.sizes, dim=-1)
+        q_TO, k_TO, v_TO, gate_TO = self.in_proj.project(hidden_TE)
         q_TO, k_TO = self.norms(q_TO, k_TO)
         rotary = step.rotary_of(self.config.window_tokens) if self.config.is_rotated else None
         attention = step.batch.attention.of(memory.lifetime)

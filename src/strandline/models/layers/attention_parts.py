@@ -23,7 +23,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.operation import Operation
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import FusedProjection, Projection
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.targets import NamedTargets, interleaved, sharded, whole
@@ -119,19 +119,19 @@ class AttentionConfig:
         return self.num_kv_heads * self.head_dim
 
 
-class QKVProjection(Projection):
-    """Projections of one input to queries, keys and values, and to gates of channels if the layer has them.
+class QKVProjection(FusedProjection):
+    """Projections of one input to queries, keys and values, and to gates of channels, in this order.
 
-    Its rows are in this order; ``sizes`` are their numbers.
+    A layer without gates has no rows of them.
     """
 
     def __init__(self, config: AttentionConfig, site: Site) -> None:
         own = config.of(site.shard)
-        sizes = [own.query_rows, own.kv_rows, own.kv_rows]
-        sizes.append(own.query_rows if config.gate is OutputGate.PER_CHANNEL else 0)
+        gate_rows = own.query_rows if config.gate is OutputGate.PER_CHANNEL else 0
+        rows = (own.query_rows, own.kv_rows, own.kv_rows, gate_rows)
         num_inputs = config.hidden_size if config.input_size is None else config.input_size
-        super().__init__(sum(sizes), num_inputs, site, has_bias=config.has_bias)
-        self.sizes, self.num_heads = sizes, own.num_heads
+        super().__init__(rows, num_inputs, site, has_bias=config.has_bias)
+        self.num_heads = own.num_heads
         self.query_shard, self.kv_shard = site.shard, config.kv_shard(site.shard)
 
     def targets(self, prefix: str) -> NamedTargets:
@@ -139,7 +139,7 @@ class QKVProjection(Projection):
         for kind, fused in {"weight": self.weight_OI, "bias": self.bias_O}.items():
             if fused is None:
                 continue
-            q, k, v, gate = fused.split(self.sizes)
+            q, k, v, gate = fused.split(self.part_rows)
             query = sharded(q, self.query_shard)
             if len(gate):
                 heads = (rows.unflatten(0, (self.num_heads, -1)) for rows in (q, gate))

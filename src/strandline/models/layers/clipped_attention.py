@@ -32,7 +32,7 @@ from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.attention_parts import KeyValues, QueryKeyNorm
 from strandline.models.layers.convolution import CausalConvolution, Delays, ResidualTaps
-from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
+from strandline.models.layers.projection import PROJECTION_ROWS, FusedProjection, SummedProjection
 from strandline.models.layers.relative_attention import (
     WINDOW,
     RelativeAttentionConfig,
@@ -83,16 +83,14 @@ class ClippedAttention(nn.Module):
     def __init__(self, config: ClippedAttentionConfig, site: Site) -> None:
         super().__init__()
         relative, self.shard = config.relative, site.shard
-        self.config, self.sizes = config, relative.attention.of(site.shard)
-        own, num_heads = self.sizes, self.sizes.num_heads
-        self.in_sizes = [own.query_rows, own.query_rows, num_heads * relative.num_profiles, num_heads]
-        self.in_sizes.append(-sum(self.in_sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.in_sizes), own.hidden_size, site)
+        self.config, self.own = config, relative.attention.of(site.shard)
+        own, num_heads = self.own, self.own.num_heads
+        rows = (own.query_rows, own.query_rows, num_heads * relative.num_profiles, num_heads)
+        self.in_proj = FusedProjection(rows, own.hidden_size, site, multiple=PROJECTION_ROWS)
         """Rows: query, gate, factors of profiles, sinks, and zeros."""
-        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.in_sizes[-1] :].zero_()
-        self.kv_sizes = [own.kv_rows, own.num_kv_heads * relative.num_taps if config.is_dynamic else 0]
+        kv_rows = (own.kv_rows, own.num_kv_heads * relative.num_taps if config.is_dynamic else 0)
         # Rows of both: keys or values, what is added to taps.
-        self.k_proj, self.v_proj = (Projection(sum(self.kv_sizes), own.hidden_size, site) for _ in range(2))
+        self.k_proj, self.v_proj = (FusedProjection(kv_rows, own.hidden_size, site) for _ in range(2))
         self.kv = KeyValues(relative.attention, site)
         self.q_scale_HD = site.gain(num_heads, own.head_dim)
         self.mix_scale_HC = site.gain(num_heads, relative.num_profiles)
@@ -137,12 +135,11 @@ class ClippedAttention(nn.Module):
         Args:
             inputs_QTE: what queries, keys and values are made of: three inputs, or one.
         """
-        config, sizes, batch = self.config, self.sizes, step.batch
+        config, own, batch = self.config, self.own, step.batch
         q_in_TE, k_in_TE, v_in_TE = inputs_QTE if len(inputs_QTE) > 1 else (inputs_QTE[0],) * 3
-        projected_TO = self.in_proj.multiply(q_in_TE)
-        q_TO, gate_TO, mix_TO, sinks_TH, _ = projected_TO.split(self.in_sizes, dim=-1)
+        q_TO, gate_TO, mix_TO, sinks_TH, _ = self.in_proj.project(q_in_TE)
         k_TGD, v_TGD = self._keys_and_values(k_in_TE, v_in_TE, batch, memory)
-        q_THD, mix_THC = (x.unflatten(-1, (sizes.num_heads, -1)) for x in (q_TO, mix_TO))
+        q_THD, mix_THC = (x.unflatten(-1, (own.num_heads, -1)) for x in (q_TO, mix_TO))
         scaling = config.relative.log_scaling
         factor_T = None if scaling is None else score_factors(batch.positions_T, scaling)
         q_THD = self._clip_heads(q_THD, config.threshold, self.q_scale_HD, factor_T)
@@ -156,8 +153,8 @@ class ClippedAttention(nn.Module):
             memory.kv,
             attention,
             batch.num_decodes,
-            scale=sizes.scale,
-            window_tokens=sizes.window_tokens,
+            scale=own.scale,
+            window_tokens=own.window_tokens,
         )
         return self.out_proj.multiply(self._sigmoid_gate(out_THD.flatten(1), gate_TO))
 
@@ -165,8 +162,7 @@ class ClippedAttention(nn.Module):
         self, k_in_TE: Tensor, v_in_TE: Tensor, batch: StepBatch, memory: RelativeAttentionMemory
     ) -> tuple[Tensor, Tensor]:
         """Return convolved keys, clipped, and convolved values, normalised."""
-        projected = (proj.multiply(x) for proj, x in ((self.k_proj, k_in_TE), (self.v_proj, v_in_TE)))
-        parts = (x_TO.split(self.kv_sizes, dim=-1) for x_TO in projected)
+        parts = (self.k_proj.project(k_in_TE), self.v_proj.project(v_in_TE))
         kv_TO, dynamic_TO = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
         where = (batch, memory.window_SRC, memory.log)
         if isinstance(self.conv.filter, Delays):
@@ -175,14 +171,14 @@ class ClippedAttention(nn.Module):
             kv_TO = self._weighed((kv_TO, *delayed), dynamic_TO)
         else:
             kv_TO = self.conv.convolve(kv_TO, *where)
-        heads = (2, self.sizes.num_kv_heads, self.sizes.head_dim)
+        heads = (2, self.own.num_kv_heads, self.own.head_dim)
         k_TGD, v_TGD = kv_TO.unflatten(-1, heads).unbind(1)
-        normed_TGD = self._rms_norm(v_TGD.contiguous(), self.ones_D, self.sizes.eps)
+        normed_TGD = self._rms_norm(v_TGD.contiguous(), self.ones_D, self.own.eps)
         return self._clip_heads(k_TGD, self.config.threshold), normed_TGD
 
     def _weighed(self, delayed: tuple[Tensor, ...], dynamic_TO: Tensor) -> Tensor:
         """Return the sum of the inputs at some delays, each times its taps, and the last input."""
-        num_taps, head_dim = len(delayed), self.sizes.head_dim
+        num_taps, head_dim = len(delayed), self.own.head_dim
         dynamic_TGW = dynamic_TO.float().unflatten(-1, (-1, num_taps))
         taps_WGD = self.taps_WC.float().unflatten(-1, (-1, head_dim))
         inputs = [x.float().unflatten(-1, (-1, head_dim)) for x in delayed]
@@ -194,11 +190,11 @@ class ClippedAttention(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        q, gate, mix, sinks, _ = self.in_proj.weight_OI.split(self.in_sizes)
+        q, gate, mix, sinks, _ = self.in_proj.weights
         for name, rows in {"wq_du": q, "gate_attn": gate, "wr_du": mix, "attn_sink_proj": sinks}.items():
             yield f"{prefix}{name}.weight", sharded(rows, self.shard)
         for index, (name, proj) in enumerate({"k": self.k_proj, "v": self.v_proj}.items()):
-            rows, dynamic = proj.weight_OI.split(self.kv_sizes)
+            rows, dynamic = proj.weights
             yield f"{prefix}w{name}_dv.weight", sharded(rows, self.kv.shard)
             if isinstance(self.conv.filter, Delays):
                 taps_WC = self.taps_WC.chunk(2, dim=1)[index]

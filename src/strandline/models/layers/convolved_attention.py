@@ -28,7 +28,7 @@ from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.rerun import DraftLog, draft_log
 from strandline.models.layers.attention_parts import AttentionConfig, KeyValues, QueryKeyNorm
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComputedFilter
-from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.projection import FusedProjection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
@@ -110,8 +110,8 @@ class ConvolvedAttention(nn.Module):
         self.dtype, head_dim, hidden_size = site.dtype, attention.head_dim, attention.hidden_size
         num_taps, num_delays = config.num_depthwise_taps, config.num_grouped_taps
         num_convolved, num_delayed = attention.query_rows + attention.kv_rows, attention.kv_rows // 2
-        self.sizes = [attention.query_rows, attention.kv_rows, num_delayed, num_delayed]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
+        rows = (attention.query_rows, attention.kv_rows, num_delayed, num_delayed)
+        self.in_proj = FusedProjection(rows, hidden_size, site)
         """Rows: query, key, half of the value, and the half that the next token reads."""
         self.conv = CausalConvolution(
             DelayedTaps(num_convolved, num_taps, num_delays, num_delayed, site), None, site, "window"
@@ -159,14 +159,14 @@ class ConvolvedAttention(nn.Module):
         self, hidden_TE: Tensor, batch: StepBatch, memory: ConvolvedAttentionMemory
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values."""
-        q_TO, k_TO, v_TO, delayed_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        q_TO, k_TO, v_TO, delayed_TO = self.in_proj.project(hidden_TE)
         x_TC = torch.cat((*(q_TO, k_TO) * self.conv.filter.num_delays, delayed_TO), dim=-1)
         y_TC = self.conv.convolve(x_TC, batch, memory.window_SRC, memory.log)
-        num_delayed = self.sizes[-1]
+        *mixed_rows, _, num_delayed = self.in_proj.part_rows
         y_TC, delayed_TO = y_TC.split([y_TC.shape[1] - num_delayed, num_delayed], dim=-1)
         mixed_TC = self._mixed(y_TC)
         q_TGHD, k_TG1D = self._residuals(q_TO, k_TO)
-        mixed_q_TO, mixed_k_TO = mixed_TC.split(self.sizes[:2], dim=-1)
+        mixed_q_TO, mixed_k_TO = mixed_TC.split(mixed_rows, dim=-1)
         return mixed_q_TO + q_TGHD.flatten(1), mixed_k_TO + k_TG1D.flatten(1), torch.cat((v_TO, delayed_TO), dim=-1)
 
     def _mixed(self, y_TC: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class ConvolvedAttention(nn.Module):
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
         names = ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
-        for name, rows in zip(names, self.in_proj.weight_OI.split(self.sizes), strict=True):
+        for name, rows in zip(names, self.in_proj.weights, strict=True):
             yield f"{prefix}qkv_proj.{name}.weight", whole(rows)
         yield f"{prefix}qkv_proj.conv_qk_depthwise.weight", whole(self.conv.filter.taps_CK.unsqueeze(1))
         yield f"{prefix}qkv_proj.conv_qk_depthwise.bias", whole(self.conv.filter.shift_C)

@@ -31,7 +31,7 @@ from strandline.kernels.rowwise.norm import rms_norm_gated, rms_norm_sigmoid_gat
 from strandline.kernels.rowwise.quantized_rows import Rows
 from strandline.kernels.rowwise.quantizing import with_quantized
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, Taps
-from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
+from strandline.models.layers.projection import PROJECTION_ROWS, FusedProjection, SummedProjection
 from strandline.models.layers.recurrent import RecurrentMemory, mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -108,12 +108,11 @@ class GatedDeltaNet(nn.Module):
         self.recurrence = StateRecurrence[GatedDeltaInputs](RECURRENCE[:2], shape, config.state_dtype, log)
         key_rows, value_rows = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.conv_sizes = [key_rows, key_rows, value_rows]
-        self.sizes = [sum(self.conv_sizes), value_rows, self.num_heads, self.num_heads]
-        self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.sizes), config.hidden_size, site)
+        num_channels = sum(self.conv_sizes)
+        rows = (num_channels, value_rows, self.num_heads, self.num_heads)
+        self.in_proj = FusedProjection(rows, config.hidden_size, site, multiple=PROJECTION_ROWS)
         """Rows: query, key, value, output gate (z), write strength (b), decay (a), and zeros."""
-        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
-        self.conv = CausalConvolution(Taps(self.sizes[0], config.num_taps, site), "silu", site)
+        self.conv = CausalConvolution(Taps(num_channels, config.num_taps, site), "silu", site)
         self.A_log_H = site.parameter(self.num_heads, dtype=torch.float32)
         self.dt_bias_H = site.parameter(self.num_heads, dtype=torch.float32)
         self.norm_V = site.gain(self.value_dim)
@@ -128,7 +127,7 @@ class GatedDeltaNet(nn.Module):
     def spec(self) -> LayerSpec:
         parts = [(size, self.shard.count) for size in self.conv_sizes]
         states = (*map(self.shard.divided, self.recurrence.states), self.conv.window.divided(*parts, dim=1))
-        inputs = {"x": self.sizes[0], "a": self.num_heads, "b": self.num_heads}
+        inputs = {"x": sum(self.conv_sizes), "a": self.num_heads, "b": self.num_heads}
         logged = tuple(TensorSpec(name, (size,), dtype_name(self.conv.dtype)) for name, size in inputs.items())
         return LayerSpec(states=states, log=self.recurrence.log, draft_log=logged)
 
@@ -145,11 +144,12 @@ class GatedDeltaNet(nn.Module):
 
     def rerun(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
-        no_x, no_heads = (self.conv.filter.weight_CW.new_empty(0, size) for size in (self.sizes[0], self.num_heads))
+        sizes = (sum(self.conv_sizes), self.num_heads)
+        no_x, no_heads = (self.conv.filter.weight_CW.new_empty(0, size) for size in sizes)
         self._prefill(no_x, no_heads, no_heads, batch, memory)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: RecurrentMemory) -> Tensor:
-        x_TC, z_TO, b_TH, a_TH, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        x_TC, z_TO, b_TH, a_TH, _ = self.in_proj.project(hidden_TE)
         out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, a_TH, b_TH), step.batch)
         normed = self._rms_norm_gated(out_THV, z_TO.view(out_THV.shape), self.norm_V, self.eps)
         return self.out_proj.multiply(normed.flatten(1) if isinstance(normed, Tensor) else normed)

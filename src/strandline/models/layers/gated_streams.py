@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from strandline.config_fields import Fields, read_eps
 from strandline.kernels.binding import Kernels
 from strandline.kernels.streams.gates import add_gated_norm, mix_gated, silu_of_share
-from strandline.models.layers.projection import PROJECTION_ROWS, Projection
+from strandline.models.layers.projection import PROJECTION_ROWS, FusedProjection, Projection
 from strandline.models.layers.site import Site
 from strandline.models.layers.streams import MAX_STREAMS, Streams
 from strandline.models.layers.targets import NamedTargets, whole
@@ -54,11 +54,9 @@ class GatedMix(nn.Module):
         self.config, self.is_last = config, is_last
         num_streams, width = config.num_streams, config.num_streams * config.hidden_size
         self.norm_SE = site.parameter(num_streams, config.hidden_size)
-        self.sizes = [config.rank, 0 if is_last else num_streams]
-        self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.sizes), width, site)
+        rows = (config.rank, 0 if is_last else num_streams)
+        self.in_proj = FusedProjection(rows, width, site, multiple=PROJECTION_ROWS)
         """Rows: what the gate of channels is made of, the gate of streams, and zeros."""
-        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
         self.gate_proj = Projection(width, config.rank, site)
 
     def use_kernels(self, kernels: Kernels) -> None:
@@ -70,13 +68,13 @@ class GatedMix(nn.Module):
         """Return the mix, and the streams with the output of the part before it."""
         config = self.config
         normed_TSE, stream_TSE = self._add_gated_norm(*stream, self.norm_SE, config.eps)
-        low_TR, added_TS, _ = self.in_proj.multiply(normed_TSE.flatten(1)).split(self.sizes, dim=-1)
+        low_TR, added_TS, _ = self.in_proj.project(normed_TSE.flatten(1))
         gate_TO = self.gate_proj.multiply(self._silu_of_share(low_TR, config.num_streams))
         return self._mix_gated(gate_TO, normed_TSE), Streams(stream_TSE, added_TS)
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        low, added, _ = self.in_proj.weight_OI.split(self.sizes)
+        low, added, _ = self.in_proj.weights
         yield f"{prefix}hc_norm.weight", whole(self.norm_SE.view(-1))
         yield f"{prefix}input_mix_weight_down.weight", whole(low)
         yield from self.gate_proj.targets(f"{prefix}input_mix_weight_up.")

@@ -24,7 +24,7 @@ from strandline.kernels.rowwise.norm import rms_norm_zero_centered
 from strandline.kernels.rowwise.rotary import apply_rotary, interleaved_dimensions
 from strandline.models.layers.attention import Attention
 from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import FusedProjection
 from strandline.models.layers.rotary import RotaryFrequencies
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -79,8 +79,8 @@ class IndexedAttention(nn.Module):
         super().__init__()
         self.config, self.dtype = config, site.dtype
         self.attention = Attention(config.attention, site)
-        self.index_sizes = [config.num_index_heads * config.index_dim, config.index_dim]
-        self.index_proj = Projection(sum(self.index_sizes), config.attention.hidden_size, site)
+        rows = (config.num_index_heads * config.index_dim, config.index_dim)
+        self.index_proj = FusedProjection(rows, config.attention.hidden_size, site)
         """Rows: index queries, index key."""
         self.index_q_norm_C, self.index_k_norm_C = (site.parameter(config.index_dim) for _ in range(2))
         self.keeps_positions = False
@@ -139,7 +139,7 @@ class IndexedAttention(nn.Module):
 
     def _index_queries(self, hidden_TE: Tensor, step: Step, index_BPC: Tensor) -> Tensor:
         """Store the step's index keys; return its index queries."""
-        q_TO, key_TC = self.index_proj.multiply(hidden_TE).split(self.index_sizes, dim=-1)
+        q_TO, key_TC = self.index_proj.project(hidden_TE)
         self._store_tokens(key_TC, index_BPC, step.batch.attention)
         q_TJC = q_TO.unflatten(-1, (self.config.num_index_heads, -1)).contiguous()
         q_TJC = self._rms_norm(q_TJC, self.index_q_norm_C, self.config.attention.eps)

@@ -34,7 +34,7 @@ from strandline.kernels.attention.stored_tokens import store_tokens
 from strandline.kernels.batch import AttentionBatch
 from strandline.kernels.binding import Kernels
 from strandline.models.layers.latent_attention import MAX_LATENT, LatentAttention, LatentAttentionConfig
-from strandline.models.layers.projection import PROJECTION_ROWS, Projection
+from strandline.models.layers.projection import PROJECTION_ROWS, FusedProjection, Projection
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
 from strandline.models.layers.targets import NamedTargets, whole
@@ -83,11 +83,9 @@ class TokenIndex(nn.Module):
         self.config, query_rank = config, config.latent.query_rank
         assert query_rank is not None
         num_heads, dim = config.num_index_heads, config.index_dim
-        self.sizes = [dim, dim, num_heads]
-        self.sizes.append(-sum(self.sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.sizes), config.latent.hidden_size, site)
+        rows = (dim, dim, num_heads)
+        self.in_proj = FusedProjection(rows, config.latent.hidden_size, site, multiple=PROJECTION_ROWS)
         """Rows: index key, its gates, weights of index heads, and zeros."""
-        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
         self.query_proj = Projection(num_heads * dim, query_rank, site)
         self.key_norm_C = site.gain(dim)
         self.key_norm_bias_C = site.parameter(dim)
@@ -101,7 +99,7 @@ class TokenIndex(nn.Module):
     def store(self, hidden_TE: Tensor, index_BPX: Tensor, batch: AttentionBatch) -> Tensor:
         """Store the step's index keys and gates; return the weights of index heads, but for a factor, ``[T, J]``."""
         weight_TJ: Tensor
-        key_TC, gate_TC, weight_TJ, _ = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        key_TC, gate_TC, weight_TJ, _ = self.in_proj.project(hidden_TE)
         key_TC = F.layer_norm(key_TC, key_TC.shape[-1:], self.key_norm_C, self.key_norm_bias_C, INDEX_NORM_EPS)
         self._store_tokens(torch.cat((key_TC, gate_TC), dim=-1), index_BPX, batch)
         return weight_TJ
@@ -113,7 +111,7 @@ class TokenIndex(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        key, gate, weight, _ = self.in_proj.weight_OI.split(self.sizes)
+        key, gate, weight, _ = self.in_proj.weights
         yield f"{prefix}wk.weight", whole(key)
         yield f"{prefix}index_kpool_compress_gate", whole(gate)
         yield f"{prefix}weights_proj.weight", whole(weight)

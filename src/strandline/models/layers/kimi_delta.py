@@ -25,7 +25,7 @@ from strandline.kernels.recurrences.kda import KimiDeltaInputs, kda_decode, kda_
 from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.norm import rms_norm_sigmoid_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, Taps
-from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.projection import FusedProjection, Projection, SummedProjection
 from strandline.models.layers.recurrent import RecurrentMemory, advance
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -94,8 +94,7 @@ class KimiDeltaAttention(nn.Module):
             (kda_prefill, kda_decode), (num_heads, head_dim, head_dim), config.state_dtype
         )
         of_gates = head_dim if config.is_low_rank else size
-        self.sizes = [3 * size, of_gates, of_gates, num_heads]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
+        self.in_proj = FusedProjection((3 * size, of_gates, of_gates, num_heads), hidden_size, site)
         """Rows: query, key, value; decays (f) and output gates (g), or what they are made of; write strength (b)."""
         self.conv = CausalConvolution(Taps(3 * size, config.num_taps, site), "silu", site)
         self.f_proj = self.g_proj = None
@@ -134,7 +133,7 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:
         by_head = (self.config.num_heads, self.config.head_dim)
-        qkv_TC, f_TR, g_TR, b_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        qkv_TC, f_TR, g_TR, b_TH = self.in_proj.project(hidden_TE)
         qkv_TC = self.conv.convolve(qkv_TC, step.batch, memory.window_SRC, memory.conv_log)
         qkv = (x_TO.unflatten(-1, by_head) for x_TO in qkv_TC.chunk(3, dim=-1))
         gates = ((self.f_proj, f_TR), (self.g_proj, g_TR))
@@ -151,7 +150,7 @@ class KimiDeltaAttention(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        qkv, f, g, b = self.in_proj.weight_OI.split(self.sizes)
+        qkv, f, g, b = self.in_proj.weights
         for name, rows, taps in zip("qkv", qkv.chunk(3), self.conv.filter.weight_CW.chunk(3), strict=True):
             yield f"{prefix}{name}_proj.weight", sharded(rows, self.shard)
             yield f"{prefix}{name}_conv1d.weight", sharded(taps.unsqueeze(1), self.shard)

@@ -30,7 +30,7 @@ from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.rowwise.norm import rms_norm
 from strandline.kernels.rowwise.rotary import apply_rotary
 from strandline.models.layers.attention_parts import gate_heads
-from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.projection import FusedProjection, Projection, SummedProjection
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -107,8 +107,8 @@ class LatentAttention(nn.Module):
         num_heads, hidden_size = config.num_heads, config.hidden_size
         self.query_dims = [config.key_dim, config.shared_dim]
         query_size, rank = num_heads * sum(self.query_dims), config.query_rank
-        self.sizes = [query_size if rank is None else rank, config.latent_dim, config.shared_dim]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
+        rows = (query_size if rank is None else rank, config.latent_dim, config.shared_dim)
+        self.in_proj = FusedProjection(rows, hidden_size, site)
         """Rows: query or its latent, latent, shared part of the key."""
         self.query_norm_Q = None if rank is None else site.gain(rank)
         self.query_proj = None if rank is None else Projection(query_size, rank, site, shard=site.shard)
@@ -149,7 +149,7 @@ class LatentAttention(nn.Module):
 
     def project(self, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries or their latents, and what is kept of each token."""
-        query_TQ, latent_TR, shared_TP = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        query_TQ, latent_TR, shared_TP = self.in_proj.project(hidden_TE)
         if self.query_norm_Q is not None:
             query_TQ = self._rms_norm(query_TQ, self.query_norm_Q, self.config.eps)
         latent_TR = self._rms_norm(latent_TR, self.latent_norm_R, self.config.eps)
@@ -208,7 +208,7 @@ class LatentAttention(nn.Module):
 
     def targets(self, prefix: str) -> NamedTargets:
         """Yield the published tensors."""
-        query, _, _ = self.in_proj.weight_OI.split(self.sizes)
+        query, _, _ = self.in_proj.weights
         if self.query_proj is None:
             yield f"{prefix}q_proj.weight", sharded(query, self.shard)
         else:

@@ -24,7 +24,7 @@ from strandline.kernels.recurrences.rerun import DraftLog, draft_log
 from strandline.kernels.recurrences.state_recurrence import StateMemory, StateRecurrence
 from strandline.kernels.rowwise.activation import sigmoid_gate
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.projection import FusedProjection, SummedProjection
 from strandline.models.layers.recurrent import advance
 from strandline.models.layers.site import Site, dtype_name
 from strandline.models.layers.step import Step
@@ -76,8 +76,7 @@ class LightningAttention(nn.Module):
         self.recurrence = StateRecurrence[LightningInputs](
             (lightning_prefill, lightning_decode), (num_heads, head_dim, head_dim), config.state_dtype
         )
-        self.sizes = [3 * size, size]
-        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
+        self.in_proj = FusedProjection((3 * size, size), hidden_size, site)
         """Rows: head after head the query, the key and the value; then all heads' output gates."""
         self.norm_O = site.gain(size)
         self.out_proj = SummedProjection(hidden_size, size, site)
@@ -110,7 +109,7 @@ class LightningAttention(nn.Module):
         return advance(self.recurrence, self._inputs, tokens, batch, memory.recurrent, memory.draft_log)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: LightningMemory) -> Tensor:
-        qkv_TO, gate_TO = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        qkv_TO, gate_TO = self.in_proj.project(hidden_TE)
         tokens = F.silu(qkv_TO).unflatten(-1, (self.config.num_heads, -1)).chunk(3, dim=-1)
         out_THD = self._advance(tokens, step.batch, memory)
         out_TO = self._rms_norm(out_THD.flatten(1), self.norm_O, NORM_EPS)
@@ -121,7 +120,7 @@ class LightningAttention(nn.Module):
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; tables of decays that are published with them follow from the configuration."""
-        qkv, gate = self.in_proj.weight_OI.split(self.sizes)
+        qkv, gate = self.in_proj.weights
         yield f"{prefix}qkv_proj.weight", sharded(qkv, self.shard)
         yield f"{prefix}output_gate.weight", sharded(gate, self.shard)
         yield f"{prefix}norm.weight", sharded(self.norm_O, self.shard)

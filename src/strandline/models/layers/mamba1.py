@@ -77,8 +77,8 @@ class Mamba1Layer(nn.Module):
         self.in_proj = Projection(2 * size, hidden_size, site, has_bias=has_bias, shard=site.shard, num_parts=2)
         """Rows: values (x), output gate (z)."""
         self.conv = CausalConvolution(Taps(size, config.num_taps, site, has_bias=config.has_conv_bias), "silu", site)
-        self.sizes = [config.dt_rank, config.state_dim, config.state_dim]
-        self.x_proj = SummedProjection(sum(self.sizes), size, site)
+        self.x_rows = [config.dt_rank, config.state_dim, config.state_dim]
+        self.x_proj = SummedProjection(sum(self.x_rows), size, site)
         """Rows: what time steps are made of, input projection (B), output projection (C)."""
         self.dt_proj = Projection(size, config.dt_rank, site, shard=site.shard)
         self.dt_bias_V = site.parameter(size, dtype=torch.float32)
@@ -89,7 +89,7 @@ class Mamba1Layer(nn.Module):
             (mamba1_prefill, mamba1_decode), (size, config.state_dim), config.state_dtype, mamba1_log(self.A_log_VK)
         )
         self.norms = nn.ParameterList(
-            site.gain(num_rows) for num_rows in self.sizes if config.norm is InnerNorm.WEIGHTED_RMS
+            site.gain(num_rows) for num_rows in self.x_rows if config.norm is InnerNorm.WEIGHTED_RMS
         )
         """Gains of the norms of the time step's low-rank input, of B and of C."""
 
@@ -120,7 +120,7 @@ class Mamba1Layer(nn.Module):
     def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:
         x_TV, z_TV = self.in_proj.multiply(hidden_TE).chunk(2, dim=-1)
         x_TV = self.conv.convolve(x_TV, step.batch, memory.window_SRC, memory.conv_log)
-        projected = self._sum(self.x_proj.multiply(x_TV)).split(self.sizes, dim=-1)
+        projected = self._sum(self.x_proj.multiply(x_TV)).split(self.x_rows, dim=-1)
         dt_TR, B_TK, C_TK = projected if self.config.norm is InnerNorm.NONE else self._normed(projected)
         tokens = (x_TV, z_TV, B_TK, C_TK, self.dt_proj.multiply(dt_TR))
         return self.out_proj.multiply(self._advance(tokens, step.batch, memory))

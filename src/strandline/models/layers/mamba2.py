@@ -33,7 +33,7 @@ from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
 from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComputedFilter, Taps
-from strandline.models.layers.projection import Projection, SummedProjection
+from strandline.models.layers.projection import FusedProjection, SummedProjection
 from strandline.models.layers.recurrent import RecurrentMemory, mix_parts
 from strandline.models.layers.shard import Shard
 from strandline.models.layers.site import Site, dtype_name
@@ -173,8 +173,8 @@ class Mamba2Layer(nn.Module):
         self.recurrence = StateRecurrence[Mamba2Inputs]((mamba2_prefill, mamba2_decode), shape, config.state_dtype, log)
         inner_rows, state_rows = num_heads * head_dim, config.num_groups * state_dim
         self.conv_sizes = [inner_rows, state_rows, state_rows]
-        self.sizes = [sum(self.conv_sizes), inner_rows, num_heads]
-        self.in_proj = Projection(sum(self.sizes), config.hidden_size, site, has_bias=config.has_bias)
+        rows = (sum(self.conv_sizes), inner_rows, num_heads)
+        self.in_proj = FusedProjection(rows, config.hidden_size, site, has_bias=config.has_bias)
         """Rows: values (x), input projection (B), output projection (C), output gate (z), time step (dt)."""
         self.multipliers = config.multipliers or Multipliers()
         self.conv = CausalConvolution(self._filter(site), "silu", site)
@@ -187,14 +187,15 @@ class Mamba2Layer(nn.Module):
     def _filter(self, site: Site) -> "Taps | ScaledTaps":
         config, (_, *factors, _) = self.config, self.multipliers
         if factors == [1.0] * 3:
-            return Taps(self.sizes[0], config.num_taps, site, has_bias=config.has_conv_bias)
+            return Taps(sum(self.conv_sizes), config.num_taps, site, has_bias=config.has_conv_bias)
         factor_C = torch.tensor(factors).repeat_interleave(torch.tensor(self.conv_sizes)).to(site.device)
         return ScaledTaps(factor_C, config.num_taps, site, has_bias=config.has_conv_bias)
 
     @property
     def spec(self) -> LayerSpec:
         dtype = dtype_name(self.conv.dtype)
-        logged = (TensorSpec("x", (self.sizes[0],), dtype), TensorSpec("dt", (self.sizes[2],), dtype))
+        inputs = {"x": sum(self.conv_sizes), "dt": self.config.num_heads}
+        logged = tuple(TensorSpec(name, (size,), dtype) for name, size in inputs.items())
         num_shares = (self.shard.count, self.group_shard.count, self.group_shard.count)
         window = self.conv.window.divided(*zip(self.conv_sizes, num_shares, strict=True), dim=1)
         states = tuple(map(self.shard.divided, self.recurrence.states))
@@ -212,12 +213,12 @@ class Mamba2Layer(nn.Module):
 
     def rerun(self, batch: StepBatch, memory: RecurrentMemory) -> None:
         """Advance the states over logged tokens alone."""
-        sizes, dtype = (self.sizes[0], self.sizes[2]), self.conv.dtype
+        sizes, dtype = (sum(self.conv_sizes), self.config.num_heads), self.conv.dtype
         no_x, no_dt = (self.conv.filter.weight_CW.new_empty(0, size, dtype=dtype) for size in sizes)
         self._prefill(no_x, no_dt, batch, memory)
 
     def forward(self, hidden_TE: Tensor, step: Step, memory: RecurrentMemory) -> Tensor:
-        x_TC, z_TO, dt_TH = self.in_proj.multiply(hidden_TE).split(self.sizes, dim=-1)
+        x_TC, z_TO, dt_TH = self.in_proj.project(hidden_TE)
         out_THV = mix_parts(partial(self._mix, memory=memory), (x_TC, dt_TH), step.batch)
         return self.out_proj.multiply(self._gated(out_THV.flatten(1), z_TO))
 
@@ -262,7 +263,7 @@ class Mamba2Layer(nn.Module):
         """Yield the published tensors; the published input projection has the output gate's rows first."""
         for kind, fused in {"weight": self.in_proj.weight_OI, "bias": self.in_proj.bias_O}.items():
             if fused is not None:
-                xBC, z, dt = fused.split(self.sizes)
+                xBC, z, dt = fused.split(self.in_proj.part_rows)
                 z_target, dt_target = (sharded(rows, self.shard) for rows in (z, dt))
                 yield f"{prefix}in_proj.{kind}", stacked(z_target, self._conv_target(xBC), dt_target)
         yield from self.out_proj.targets(f"{prefix}out_proj.")

@@ -19,7 +19,7 @@ from strandline.kernels.rowwise.normed_rows import NormedRows, settled
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.projection import PROJECTION_ROWS, Projection, SummedProjection
+from strandline.models.layers.projection import PROJECTION_ROWS, FusedProjection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, sharded, whole
 
@@ -79,11 +79,9 @@ class SparseMoe(nn.Module):
         self.config, self.shard, hidden_size = config, site.shard, config.hidden_size
         is_shared = config.shared_size > 0
         shared_size = site.shard.part_of(config.shared_size, SHARED_CHANNELS) if is_shared else 0
-        sizes = (2 * shared_size, config.num_experts, int(is_shared and config.is_shared_gated))
-        self.sizes = (*sizes, -sum(sizes) % PROJECTION_ROWS)
-        self.in_proj = Projection(sum(self.sizes), hidden_size, site)
+        rows = (2 * shared_size, config.num_experts, int(is_shared and config.is_shared_gated))
+        self.in_proj = FusedProjection(rows, hidden_size, site, multiple=PROJECTION_ROWS)
         """Rows: the shared expert's gate and up projections, the router, the shared expert's gate if any, and zeros."""
-        self.in_proj.weight_OI[len(self.in_proj.weight_OI) - self.sizes[-1] :].zero_()
         self.shared_down = SummedProjection(hidden_size, shared_size, site) if is_shared else None
         experts = ExpertsConfig(config.num_experts, hidden_size, config.size, config.routing)
         self.experts = Experts(experts, site)
@@ -101,11 +99,12 @@ class SparseMoe(nn.Module):
     def forward(self, hidden_TE: Rows | NormedRows) -> Summand:
         down = self.shared_down
         if down is not None and self.experts.can_project and self.in_proj.term is down.term is None:
-            projection = MixtureProjection(self.in_proj.weight, self.sizes)
+            shared_rows, num_experts, num_gates, num_zeros = self.in_proj.part_rows
+            projection = MixtureProjection(self.in_proj.weight, (shared_rows, num_experts, num_gates, num_zeros))
             return self.experts.mix_projected(hidden_TE, projection, down.weight)
         hidden_TE = settled(hidden_TE)
         in_TE = hidden_TE if self.in_proj.takes_quantized else plain_rows(hidden_TE)
-        shared_TS, logits_TX, gate_T1, _ = self.in_proj.multiply(in_TE).split(self.sizes, dim=-1)
+        shared_TS, logits_TX, gate_T1, _ = self.in_proj.project(in_TE)
         shared = None
         if down is not None:
             gate = gate_T1 if self.config.is_shared_gated else None
@@ -114,7 +113,7 @@ class SparseMoe(nn.Module):
 
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors; the experts come as one tensor, or as one each, whichever is in ``names``."""
-        shared, router, shared_gate, _ = self.in_proj.weight_OI.split(self.sizes)
+        shared, router, shared_gate, _ = self.in_proj.weights
         gate, up = shared.chunk(2)
         yield f"{prefix}gate.weight", whole(router)
         if self.shared_down is not None:

@@ -33,7 +33,7 @@ from strandline.kernels.recurrences.rerun import DraftLog
 from strandline.kernels.streams.gates import FeatureNorms, add_gated, gate_features
 from strandline.models.layers.convolution import CausalConvolution, ComputedFilter, Delays
 from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, LayerStates, MixerT_co
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.projection import FusedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
 from strandline.models.layers.streams import Streams, StreamsResidual
@@ -252,8 +252,7 @@ class NgramFeatures(nn.Module):
         numbers = site.in_dtype(torch.float32)
         self.delays = CausalConvolution(Delays(1, config.max_ngram - 1, numbers), None, numbers, TOKENS)
         """The tokens before each token, the latest first, as float32 numbers."""
-        self.sizes = [width, hidden_size]
-        self.in_proj = Projection(sum(self.sizes), config.feature_dim, site)
+        self.in_proj = FusedProjection((width, hidden_size), config.feature_dim, site)
         """Rows: a key for each stream, the value."""
         self.key_norm_SE, self.stream_norm_SE, self.conv_norm_SE = (
             site.parameter(num_streams, hidden_size) for _ in range(3)
@@ -284,7 +283,7 @@ class NgramFeatures(nn.Module):
         """Return the streams with the features, and with the output of the part before them."""
         stream_TSE = self._add_gated(*stream)
         features_TO = self.table(self._ngrams(batch, memory))
-        key_TO, value_TE = self.in_proj.multiply(features_TO).split(self.sizes, dim=-1)
+        key_TO, value_TE = self.in_proj.project(features_TO)
         gated_TSE, normed_TSE = self._gate_features(key_TO, value_TE, stream_TSE, self._norms, self.config.eps)
         convolved_TC = self.conv.convolve(normed_TSE.flatten(1), batch, memory.window_SRC, memory.window_log)
         return Streams(stream_TSE + (gated_TSE + F.silu(convolved_TC).view_as(gated_TSE)))
@@ -301,7 +300,7 @@ class NgramFeatures(nn.Module):
     def targets(self, prefix: str, names: frozenset[str]) -> NamedTargets:
         """Yield the published tensors."""
         yield from self.table.targets(f"{prefix}ple_embedding.", names)
-        key, value = self.in_proj.weight_OI.split(self.sizes)
+        key, value = self.in_proj.weights
         yield f"{prefix}key_proj.weight", whole(key)
         yield f"{prefix}value_proj.weight", whole(value)
         norms = {"key": self.key_norm_SE, "query": self.stream_norm_SE, "conv": self.conv_norm_SE}

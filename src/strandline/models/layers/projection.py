@@ -3,7 +3,7 @@
 Shape suffixes: O outputs, I inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -135,6 +135,41 @@ class Projection(nn.Module):
     def forward(self, x: Rows) -> Tensor:
         """Return ``x weight^T + bias``. Layers call ``multiply``, the same without a module's overhead."""
         return self.multiply(x)
+
+
+class FusedProjection(Projection):
+    """Several projections of one input as one matrix: the rows of each follow those of the one before.
+
+    Args:
+        rows: rows of each projection, of this shard.
+        multiple: the number of rows is rounded up to a multiple of this; the added rows, the last part, are zeros.
+            None: no rows are added.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        num_inputs: int,
+        site: Site,
+        *,
+        has_bias: bool = False,
+        multiple: int | None = None,
+    ) -> None:
+        padding = [] if multiple is None else [-sum(rows) % multiple]
+        super().__init__(sum(rows) + sum(padding), num_inputs, site, has_bias=has_bias)
+        self.part_rows = (*rows, *padding)
+        self.weight_OI[sum(rows) :].zero_()
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Weights of each projection, and zeros; until they are laid out."""
+        weights: tuple[Tensor, ...] = self.weight_OI.split(self.part_rows)
+        return weights
+
+    def project(self, x: Rows) -> tuple[Tensor, ...]:
+        """Return the outputs of each projection, and of zeros."""
+        outputs: tuple[Tensor, ...] = self.multiply(x).split(self.part_rows, dim=-1)
+        return outputs
 
 
 class GatedProjection(Projection):

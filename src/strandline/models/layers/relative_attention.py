@@ -116,15 +116,15 @@ class RelativeAttention(nn.Module):
     def __init__(self, config: RelativeAttentionConfig, site: Site) -> None:
         super().__init__()
         attention = config.attention
-        self.config, self.sizes = config, attention.of(site.shard)
+        self.config, self.own = config, attention.of(site.shard)
         self.in_proj = QKVProjection(attention, site)
         self.mix_proj = Projection(
-            self.sizes.num_heads * config.num_profiles, attention.hidden_size, site, shard=site.shard
+            self.own.num_heads * config.num_profiles, attention.hidden_size, site, shard=site.shard
         )
         self.profiles_CX = site.parameter(config.num_profiles, config.num_distances)
         self.norms, self.kv = QueryKeyNorms(attention, site), KeyValues(attention, site)
-        self.conv = CausalConvolution(ResidualTaps(2 * self.sizes.kv_rows, config.num_taps, site), None, site, WINDOW)
-        self.out_proj = SummedProjection(attention.hidden_size, self.sizes.query_rows, site)
+        self.conv = CausalConvolution(ResidualTaps(2 * self.own.kv_rows, config.num_taps, site), None, site, WINDOW)
+        self.out_proj = SummedProjection(attention.hidden_size, self.own.query_rows, site)
 
     @property
     def takes_quantized(self) -> bool:
@@ -149,14 +149,14 @@ class RelativeAttention(nn.Module):
         self.conv.rerun(batch, memory.window_SRC, memory.log)
 
     def forward(self, hidden_TE: Rows, step: Step, memory: RelativeAttentionMemory) -> Tensor:
-        sizes = self.sizes
-        q_TO, kv_TO = self.in_proj.multiply(hidden_TE).split([sizes.query_rows, 2 * sizes.kv_rows], dim=-1)
+        own = self.own
+        q_TO, kv_TO = self.in_proj.multiply(hidden_TE).split([own.query_rows, 2 * own.kv_rows], dim=-1)
         kv_TO = self.conv.convolve(kv_TO, step.batch, memory.window_SRC, memory.log)
         k_TO, v_TO = kv_TO.chunk(2, dim=-1)
         attention = step.batch.attention.of(memory.kv.lifetime)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, self.norms.of_heads, None, memory.kv, attention)
         mix_in_TE = hidden_TE if self.mix_proj.takes_quantized else plain_rows(hidden_TE)
-        mix_THC = self.mix_proj.multiply(mix_in_TE).unflatten(-1, (sizes.num_heads, -1))
+        mix_THC = self.mix_proj.multiply(mix_in_TE).unflatten(-1, (own.num_heads, -1))
         if self.config.log_scaling is not None:
             factor_T11 = score_factors(step.batch.positions_T, self.config.log_scaling).view(-1, 1, 1)
             q_THD, mix_THC = ((x * factor_T11).to(x.dtype) for x in (q_THD, mix_THC))
@@ -166,8 +166,8 @@ class RelativeAttention(nn.Module):
             memory.kv,
             attention,
             step.batch.num_decodes,
-            scale=sizes.scale,
-            window_tokens=sizes.window_tokens,
+            scale=own.scale,
+            window_tokens=own.window_tokens,
         )
         return self.out_proj.multiply(out_THD.flatten(1))
 

@@ -139,7 +139,7 @@ class SharedBlockUse(nn.Module):
         self.attention_adapter = None
         if config.has_attention_adapters:
             shards = (qkv.query_shard, qkv.kv_shard, qkv.kv_shard)
-            splits = [(size, shard, 1) for size, shard in zip(qkv.sizes[:3], shards, strict=True)]
+            splits = [(size, shard, 1) for size, shard in zip(qkv.part_rows[:3], shards, strict=True)]
             self.attention_adapter = Adapter(2 * hidden_size, config.rank, splits, site)
 
     @property
@@ -192,7 +192,7 @@ class SharedBlockUse(nn.Module):
         qkv_TY = block.qkv.multiply(x_TX)
         if self.attention_adapter is not None:
             qkv_TY = self.attention_adapter.add_to(qkv_TY, x_TX)
-        q_TO, k_TO, v_TO, _ = qkv_TY.split(block.qkv.sizes, dim=-1)
+        q_TO, k_TO, v_TO, _ = qkv_TY.split(block.qkv.part_rows, dim=-1)
         q_THD = self._prepare_qkv(q_TO, k_TO, v_TO, None, step.rotary, memory, step.batch.attention)
         scale = block.config.attention.scale
         out_THD = self._attend(q_THD, memory, step.batch.attention, step.batch.num_decodes, scale=scale)
