@@ -148,33 +148,30 @@ class Taps(nn.Module):
             yield f"{prefix}bias", split(self.bias_C)
 
 
-class ComputedFilter(nn.Module):
-    """Memory for a filter that is computed from parameters: zeros, until ``use_kernels`` of a subclass fills it.
+def unfilled_filter(num_channels: int, num_taps: int, site: Site, dtype: torch.dtype | None = None) -> Tensor:
+    """Return zeros, for a filter that is computed from parameters: ``use_kernels`` of its module fills it.
 
     Args:
-        dtype: of the filter; None: that of the inputs.
+        dtype: dtype of the filter; None: that of the inputs.
     """
-
-    operations = ()
-    weight_CW: Tensor
-
-    def __init__(self, num_channels: int, num_taps: int, site: Site, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        filter_CW = torch.zeros(num_channels, num_taps, dtype=dtype or site.dtype, device=site.device)
-        self.register_buffer("weight_CW", filter_CW, persistent=False)
+    return torch.zeros(num_channels, num_taps, dtype=dtype or site.dtype, device=site.device)
 
 
-class ResidualTaps(ComputedFilter):
+class ResidualTaps(nn.Module):
     """Taps of a convolution whose inputs are added to its results; float32, whatever the inputs are.
 
     Args:
         scale: multiplies the sum.
     """
 
-    bias_C = None
+    operations, bias_C = (), None
+    weight_CW: Tensor
 
     def __init__(self, num_channels: int, num_taps: int, site: Site, *, scale: float = 1.0) -> None:
-        super().__init__(num_channels, num_taps, site, torch.float32)
+        super().__init__()
+        self.register_buffer(
+            "weight_CW", unfilled_filter(num_channels, num_taps, site, torch.float32), persistent=False
+        )
         self.scale = scale
         self.taps_CW = site.parameter(num_channels, num_taps, dtype=torch.float32)
 
@@ -186,13 +183,16 @@ class ResidualTaps(ComputedFilter):
         self.weight_CW.mul_(self.scale)
 
 
-class Delays(ComputedFilter):
+class Delays(nn.Module):
     """Delays copies of channels: all by one token, then all by two tokens, and so on."""
 
-    bias_C = None
+    operations, bias_C = (), None
+    weight_CW: Tensor
 
     def __init__(self, num_channels: int, num_delays: int, site: Site) -> None:
-        super().__init__(num_delays * num_channels, num_delays + 1, site)
+        super().__init__()
+        filter_CW = unfilled_filter(num_delays * num_channels, num_delays + 1, site)
+        self.register_buffer("weight_CW", filter_CW, persistent=False)
         self.num_delays = num_delays
 
     def use_kernels(self, kernels: Kernels) -> None:

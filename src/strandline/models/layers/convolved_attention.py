@@ -27,7 +27,7 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.linear import head_linear
 from strandline.kernels.recurrences.rerun import DraftLog, draft_log
 from strandline.models.layers.attention_parts import AttentionConfig, KeyValues, QueryKeyNorm
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComputedFilter
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, unfilled_filter
 from strandline.models.layers.projection import FusedProjection, SummedProjection
 from strandline.models.layers.site import Site
 from strandline.models.layers.step import Step
@@ -66,7 +66,7 @@ class ConvolvedAttentionMemory:
     log: DraftLog
 
 
-class DelayedTaps(ComputedFilter):
+class DelayedTaps(nn.Module):
     """The taps at each delay, for copies of the channels, and others that delay channels by one token.
 
     Args:
@@ -77,12 +77,15 @@ class DelayedTaps(ComputedFilter):
 
     def __init__(self, num_channels: int, num_taps: int, num_delays: int, num_others: int, site: Site) -> None:
         all_channels, all_taps = num_delays * num_channels + num_others, num_taps + num_delays - 1
-        super().__init__(all_channels, all_taps, site)
+        super().__init__()
+        self.register_buffer("weight_CW", unfilled_filter(all_channels, all_taps, site), persistent=False)
         self.num_delays = num_delays
         self.taps_CK = site.parameter(num_channels, num_taps)
         self.shift_C = site.parameter(num_channels)
         self.register_buffer("bias_C", self.weight_CW.new_zeros(all_channels), persistent=False)
 
+    operations = ()
+    weight_CW: Tensor
     bias_C: Tensor
 
     def use_kernels(self, kernels: Kernels) -> None:

@@ -32,7 +32,7 @@ from strandline.kernels.recurrences.rerun import of_step
 from strandline.kernels.recurrences.state_recurrence import StateRecurrence
 from strandline.kernels.rowwise.activation import silu_gate
 from strandline.kernels.rowwise.norm import rms_norm_of_gated
-from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, ComputedFilter, Taps
+from strandline.models.layers.convolution import MAX_TAPS, CausalConvolution, Taps, unfilled_filter
 from strandline.models.layers.projection import FusedProjection, SummedProjection
 from strandline.models.layers.recurrent import RecurrentMemory, mix_parts
 from strandline.models.layers.shard import Shard
@@ -128,17 +128,22 @@ def _read_dt_limit(fields: Fields) -> tuple[float, float]:
     return limit[0], limit[1]
 
 
-class ScaledTaps(ComputedFilter):
+class ScaledTaps(nn.Module):
     """Taps times a factor of each channel's inputs: float32, as products are.
 
     Args:
         factor_C: float32.
     """
 
+    operations = ()
+    weight_CW: Tensor
     factor_C: Tensor
 
     def __init__(self, factor_C: Tensor, num_taps: int, site: Site, *, has_bias: bool) -> None:
-        super().__init__(len(factor_C), num_taps, site, torch.float32)
+        super().__init__()
+        self.register_buffer(
+            "weight_CW", unfilled_filter(len(factor_C), num_taps, site, torch.float32), persistent=False
+        )
         self.taps_CW = site.parameter(len(factor_C), num_taps)
         self.bias_C = site.parameter(len(factor_C)) if has_bias else None
         self.register_buffer("factor_C", factor_C, persistent=False)

@@ -31,7 +31,7 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.rerun import DraftLog
 from strandline.kernels.streams.gates import FeatureNorms, add_gated, gate_features
-from strandline.models.layers.convolution import CausalConvolution, ComputedFilter, Delays
+from strandline.models.layers.convolution import CausalConvolution, Delays, unfilled_filter
 from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, LayerStates, MixerT_co
 from strandline.models.layers.projection import FusedProjection
 from strandline.models.layers.site import Site
@@ -143,13 +143,16 @@ def _splitmix64(state: int) -> int:
     return value ^ (value >> 31)
 
 
-class DilatedTaps(ComputedFilter):
+class DilatedTaps(nn.Module):
     """Taps that are some tokens apart."""
 
-    bias_C = None
+    operations, bias_C = (), None
+    weight_CW: Tensor
 
     def __init__(self, num_channels: int, num_taps: int, distance: int, site: Site) -> None:
-        super().__init__(num_channels, (num_taps - 1) * distance + 1, site)
+        super().__init__()
+        filter_CW = unfilled_filter(num_channels, (num_taps - 1) * distance + 1, site)
+        self.register_buffer("weight_CW", filter_CW, persistent=False)
         self.taps_CK = site.parameter(num_channels, num_taps)
         self.distance = distance
 
