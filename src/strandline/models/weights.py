@@ -3,8 +3,8 @@
 Every published tensor is accounted for: it is copied to its target, or recognised and skipped, or it is an error. A
 tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
 
-Quantised tensors stay so (``storage/stored_rows.py``), or are dequantised one by one, on the device that they go to:
-beside the model there is never more than one of them.
+Quantised tensors stay so (``storage/quantized_storage.py``), or are dequantised one by one, on the device that they go
+to: beside the model there is never more than one of them.
 """
 
 from collections import Counter
@@ -31,12 +31,13 @@ from strandline.models.storage.conversion import quantized_like
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
 from strandline.models.storage.published import STORED_DTYPES, Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
+from strandline.models.storage.quantized_storage import QuantizedStorage
 from strandline.models.storage.quantizers import quantizer_of
 from strandline.models.storage.random_weights import fill_with_random_weights, names_of_parameters
 from strandline.models.storage.received_tensors import received_file
 from strandline.models.storage.recipe import choose_schemes
 from strandline.models.storage.scales import find_kv_scale, read_kv_scale
-from strandline.models.storage.stored_rows import QuantizedStorage, StoredFormat
+from strandline.models.storage.stored_rows import StoredFormat
 from strandline.models.storage.weights_files import WeightsFile, list_unread, open_files
 from strandline.models.vision.tower import VISUAL
 

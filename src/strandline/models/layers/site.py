@@ -16,7 +16,7 @@ _HAVE_NO_MEMORY: Final = ContextVar("matrices have no memory", default=False)
 
 @contextmanager
 def matrices_without_memory() -> Iterator[None]:
-    """Build layers whose matrices are on torch's meta device, until ``stored_rows.py`` says what they need."""
+    """Build layers whose matrices are on torch's meta device, until ``storage/matrices.py`` says what they need."""
     token = _HAVE_NO_MEMORY.set(True)
     try:
         yield
