@@ -47,7 +47,7 @@ class ModelLoader:
 
     def for_changes_of(self, model: LoadedModel) -> "ModelLoader":
         """Return what loads other weights of a model for it: quantised as its own, and into the host's memory."""
-        loader = replace(self, filling=replace(self.filling, quantized_as=model.weights_report.kept))
+        loader = replace(self, filling=replace(self.filling, quantized_as=model.weights_report.stored))
         if torch.device(self.options.device).type == "cpu":
             return loader
         # Loaded on the host, but laid out as on the GPU, so that weights are copied there as they are.

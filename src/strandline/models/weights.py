@@ -57,10 +57,10 @@ class WeightsReport:
 
     num_tensors: int = 0
     num_quantized: int = 0
-    """Weights that are published quantised, and used here; they were dequantised but for those ``kept``."""
+    """Weights that are published quantised, and used here; they were dequantised but for those ``stored``."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Number of tensors that were recognised and skipped, by what they belong to (``published_names.py``)."""
-    kept: Mapping[str, int] = field(default_factory=dict)
+    stored: Mapping[str, int] = field(default_factory=dict)
     """Quantised weights that stay so, each with the index of its format."""
     unread: tuple[str, ...] = ()
     """Names of safetensors files that are not the model's."""
@@ -90,8 +90,8 @@ class FillOptions:
     adapter: AdapterFiles | None = None
     """An adapter that is merged into the weights; those that it changes are dequantised."""
     quantized_as: Mapping[str, int] = field(default_factory=dict)
-    """Weights to convert if they are not quantised, as ``WeightsReport.kept`` of another model names them; ignored if
-    all are dequantised."""
+    """Weights to convert if they are not quantised, as ``WeightsReport.stored`` of another model names them; ignored
+    if all are dequantised."""
     progress: bool = False
     """Whether a bar over the files is shown."""
 
@@ -123,16 +123,18 @@ def load_model(
     formats = read_formats(config)
     options = replace(options, keeps_quantized=options.keeps_quantized and can_stay(formats))
     model = build_model(config, options)
-    kept_device = options.device if options.keeps_quantized else None
+    storage_device = options.device if options.keeps_quantized else None
     if filling.load_format == "dummy":
         names = names_of_parameters(model)
-        if kept_device is not None:
-            _fill_kept_randomly(model, config, formats, filling.seed, kept_device)
+        if storage_device is not None:
+            _fill_storage_randomly(model, config, formats, filling.seed, storage_device)
         if torch.device(options.device).type != "meta":
             fill_with_random_weights(model, names, filling.seed, published_dtype(config))
         model.weights_report = WeightsReport()
     elif filling.load_format in ("auto", "safetensors"):
-        model.weights_report = _fill(model, Path(path) if tensors is None else tensors, formats, filling, kept_device)
+        model.weights_report = _fill(
+            model, Path(path) if tensors is None else tensors, formats, filling, storage_device
+        )
     else:
         raise ConfigError(f"--load-format {filling.load_format!r} is unknown; known: auto, safetensors, dummy")
     filled: LoadedModel = model.eval()
@@ -149,14 +151,14 @@ def _fill(
     source: Path | Mapping[str, Tensor],
     formats: tuple[WeightFormat, ...],
     filling: FillOptions,
-    kept_device: torch.device | str | None,
+    storage_device: torch.device | str | None,
 ) -> WeightsReport:
-    """Fill a model; ``kept_device`` is where matrices without memory go, None where there are none."""
+    """Fill a model; ``storage_device`` is where matrices without memory go, None where there are none."""
     with ExitStack() as stack:
         files = open_files(source, stack) if isinstance(source, Path) else [received_file(source)]
         own_names = text_names(name for file in files for name in file.names())
         files = [file.renamed(own_names) for file in files]
-        if kept_device is not None:
+        if storage_device is not None:
             files = _quantized(files, formats, filling.quantized_as)
         holders = {name: file for file in files for name in file.names()}
         quantized = find_weights(formats, holders)
@@ -169,9 +171,9 @@ def _fill(
         changes = {} if filling.adapter is None else _changes(filling.adapter, targets)
         weights |= {name: MergedWeight(weights[name], change) for name, change in changes.items()}
         storage = None
-        if kept_device is not None:
+        if storage_device is not None:
             storable = {name: weight for name, weight in quantized.items() if name not in changes}
-            storage = _new_storage(model, targets, formats, storable, kept_device)
+            storage = _new_storage(model, targets, formats, storable, storage_device)
             targets = dict(model.targets(_names(holders, quantized)))  # where memory now is
         by_tensor = {weight.tensors[0]: name for name, weight in weights.items()}
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not filling.progress):
@@ -180,9 +182,9 @@ def _fill(
         if storage is not None:
             storage.finish()
     used = {name for name in quantized if name in targets and targets[name].pieces}
-    kept = {} if storage is None else {name: quantized[name][0] for name in sorted(storage.kept & used)}
+    stored = {} if storage is None else {name: quantized[name][0] for name in sorted(storage.stored & used)}
     unread = list_unread(source) if isinstance(source, Path) else []
-    return WeightsReport(len(targets), len(used), skipped, kept, tuple(unread))
+    return WeightsReport(len(targets), len(used), skipped, stored, tuple(unread))
 
 
 def _quantized(
@@ -257,14 +259,14 @@ def _new_storage(
     device: torch.device | str,
 ) -> QuantizedStorage:
     """Return memory for what stays quantised of published weights, and allocate the other matrices."""
-    stored, found = dict[str, int](), list[StoredFormat]()
+    format_of, found = dict[str, int](), list[StoredFormat]()
     for index, format in enumerate(formats):
         weights = {name: weight for name, (number, weight) in quantized.items() if number == index and name in targets}
         weights = {name: weight for name, weight in weights.items() if format.can_store(weight, targets[name])}
         if format.can_stay:
-            stored |= dict.fromkeys(weights, len(found))
+            format_of |= dict.fromkeys(weights, len(found))
             found.append(format.stored(weights))
-    return QuantizedStorage(model, targets, found, stored, device)
+    return QuantizedStorage(model, targets, found, format_of, device)
 
 
 def _fill_one(
@@ -288,19 +290,19 @@ def _fill_one(
         target.copy_from(lambda index: opened.read(index, dtype))
 
 
-def _fill_kept_randomly(
+def _fill_storage_randomly(
     model: Any, config: ModelConfig, formats: tuple[WeightFormat, ...], seed: int, device: torch.device | str
 ) -> None:
     """Fill what the configuration says is quantised, and stays so."""
     targets, dtype = dict(model.targets(frozenset())), published_dtype(config)
     choose = choose_schemes(config.quantization, [format.scheme for format in formats])
     chosen = {name: choose(name, target.shape) for name, target in targets.items()}
-    stored, found = dict[str, int](), list[StoredFormat]()
+    format_of, found = dict[str, int](), list[StoredFormat]()
     for index, format in enumerate(formats):
         if format.can_stay:
-            stored |= {name: len(found) for name, number in chosen.items() if number == index}
+            format_of |= {name: len(found) for name, number in chosen.items() if number == index}
             found.append(format.stored_randomly(dtype))
-    storage = QuantizedStorage(model, targets, found, stored, device)
+    storage = QuantizedStorage(model, targets, found, format_of, device)
     storage.fill_randomly(seed)
     storage.finish()
 

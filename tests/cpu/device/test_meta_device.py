@@ -37,4 +37,4 @@ def test_weights_stay_quantised_without_memory(name: str, tmp_path: Path) -> Non
         (part,) = module.parts
         assert not isinstance(part.up, DenseWeight)
         assert not isinstance(part.down, DenseWeight)
-    assert any(module.is_kept for module in model.modules() if isinstance(module, Projection))
+    assert any(module.is_quantized for module in model.modules() if isinstance(module, Projection))

@@ -160,9 +160,9 @@ def test_gpus_with_fp8_round_the_output_head_of_drafts(
 
 def test_weights_dequantised_beside_others_are_counted() -> None:
     kept = {f"layers.{index}.weight": 0 for index in range(10)}
-    assert dtypes.kept_note(WeightsReport(20, 10, kept=kept)) is None
+    assert dtypes.kept_note(WeightsReport(20, 10, stored=kept)) is None
     del kept["layers.0.weight"], kept["layers.1.weight"], kept["layers.2.weight"]
-    assert "3 of 10 quantised ones were dequantised" in (dtypes.kept_note(WeightsReport(20, 10, kept=kept)) or "")
+    assert "3 of 10 quantised ones were dequantised" in (dtypes.kept_note(WeightsReport(20, 10, stored=kept)) or "")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_triton_versions_fit_quantised_layers(
 ) -> None:
     model = partial(load_model, save_in(form, name, tmp_path), ModelOptions(dtype=torch.float32, keeps_quantized=True))
     tokens, kept = prompt(6), model()
-    assert len(kept.weights_report.kept) > 0
+    assert len(kept.weights_report.stored) > 0
     expected = logits(kept, tokens, "cpu")
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     found = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)

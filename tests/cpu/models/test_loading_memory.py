@@ -114,7 +114,7 @@ def test_weights_that_stay_take_their_bytes_and_one_tensor(directory: Path, coun
     published = load_file(directory / "model.safetensors").values()
     with counted:
         model: Any = load_model(directory, ModelOptions(dtype=torch.float32, keeps_quantized=True))
-    assert len(model.weights_report.kept) == model.weights_report.num_quantized > 10
+    assert len(model.weights_report.stored) == model.weights_report.num_quantized > 10
     num_bytes = sum(tensor.nbytes for tensor in published)
     # A rotary table and the like come on top; in bfloat16, most weights would take twice as much.
     assert 0.9 * num_bytes < counted.live < 1.2 * num_bytes
@@ -128,7 +128,7 @@ def test_weights_in_4_bits_take_their_bytes_and_one_tensor(in_4_bits: Path, coun
     published = load_file(in_4_bits / "model.safetensors").values()
     with counted:
         model: Any = load_model(in_4_bits, ModelOptions(dtype=torch.float32, keeps_quantized=True))
-    assert len(model.weights_report.kept) == model.weights_report.num_quantized > 10
+    assert len(model.weights_report.stored) == model.weights_report.num_quantized > 10
     num_bytes = sum(tensor.nbytes for tensor in published)
     # Zero points take a byte, and rows are padded to blocks of inputs.
     assert 0.9 * num_bytes < counted.live < 1.3 * num_bytes
@@ -141,7 +141,7 @@ def test_dequantised_weights_take_their_bytes_and_one_tensor(directory: Path, co
     published = load_file(directory / "model.safetensors")
     with counted:
         model: Any = load_model(directory, ModelOptions(dtype=torch.float32))
-    assert len(model.weights_report.kept) == 0
+    assert len(model.weights_report.stored) == 0
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights <= counted.live < 1.2 * weights
     # One tensor as it is published and in float32, or one that is published so.

@@ -90,7 +90,7 @@ def make_exact(engine_of: EngineOf) -> MakeLLM:
 def test_weights_stay_in_4_bits(engine_of: EngineOf) -> None:
     llm = engine_of()
     report: Any = llm.engine.core.executor.runner.model.weights_report  # type: ignore[attr-defined]
-    assert len(report.kept) == report.num_quantized > 10
+    assert len(report.stored) == report.num_quantized > 10
 
 
 def test_graphs_prefer_what_dequantised_weights_do(engine_of: EngineOf) -> None:

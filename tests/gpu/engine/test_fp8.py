@@ -108,7 +108,7 @@ def cold(engine_of: EngineOf) -> LLM:
 def test_weights_stay_in_fp8(engine_of: EngineOf) -> None:
     llm = engine_of()
     report: Any = llm.engine.core.executor.runner.model.weights_report  # type: ignore[attr-defined]
-    assert len(report.kept) == report.num_quantized > 10
+    assert len(report.stored) == report.num_quantized > 10
 
 
 def test_a_wrong_token_is_noticed(engine_of: EngineOf) -> None:

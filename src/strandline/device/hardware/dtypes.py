@@ -172,7 +172,7 @@ def kept_note(report: WeightsReport) -> str | None:
 
     Which weights these are is in docs/quantization.md.
     """
-    num_dequantized = report.num_quantized - len(report.kept)
+    num_dequantized = report.num_quantized - len(report.stored)
     if not num_dequantized:
         return None
     return (

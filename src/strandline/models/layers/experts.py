@@ -115,7 +115,7 @@ class ExpertsPart(NamedTuple):
 class Experts(nn.Module):
     """A layer's experts, which are divided among shards.
 
-    They are loaded as ordinary parameters, or else given weights by ``keep``: quantised ones, and maybe others.
+    They are loaded as ordinary parameters, or else given weights by ``use_stored``: quantised ones, and maybe others.
     """
 
     def __init__(self, config: ExpertsConfig, site: Site) -> None:
@@ -126,7 +126,7 @@ class Experts(nn.Module):
         self.down_XEF = site.matrix(num_held, num_channels, size)
         self.up_bias_XF = site.parameter(*self.up_XFE.shape[:2]) if config.has_biases else None
         self.down_bias_XE = site.parameter(*self.down_XEF.shape[:2]) if config.has_biases else None
-        self._kept = dict[str, Sequence[ExpertsWeight]]()
+        self._stored = dict[str, Sequence[ExpertsWeight]]()
         self.record: Callable[[Tensor], None] | None = None
         """Takes the experts of each token of a step, the best one first; to be set before ``use_kernels``."""
 
@@ -142,26 +142,26 @@ class Experts(nn.Module):
     @property
     def parts(self) -> tuple[ExpertsPart, ...]:
         """Weights before and after the activation, format by format."""
-        if not self._kept:
+        if not self._stored:
             return (ExpertsPart(DenseWeight(self.up_XFE), DenseWeight(self.down_XEF), self.held),)
         parts, start = list[ExpertsPart](), self.held.start
-        for up, down in zip(self._kept["up_XFE"], self._kept["down_XEF"], strict=True):
+        for up, down in zip(self._stored["up_XFE"], self._stored["down_XEF"], strict=True):
             parts.append(ExpertsPart(up, down, range(start, start + up.shape[0])))
             start += up.shape[0]
         return tuple(parts)
 
-    def keep(self, name: str, weights: Sequence[ExpertsWeight]) -> None:
+    def use_stored(self, name: str, weights: Sequence[ExpertsWeight]) -> None:
         """Compute with these weights of neighbouring experts instead of the parameter of that name, which is freed.
 
         Both parameters get the same formats.
         """
         delattr(self, name)
-        self._kept[name] = weights
+        self._stored[name] = weights
 
     @property
     def takes_quantized(self) -> bool:
         """Whether it takes quantised rows."""
-        return any(up.format.multiplies_fp8 for up in self._kept.get("up_XFE", ()))
+        return any(up.format.multiplies_fp8 for up in self._stored.get("up_XFE", ()))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""

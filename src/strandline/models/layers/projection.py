@@ -41,7 +41,7 @@ PROJECTION_ROWS: Final = 8
 class Projection(nn.Module):
     """A weight, possibly of several matrices one above the other, and a bias.
 
-    It is loaded as an ordinary parameter, or else given its quantised weight by ``keep``. ``lay_out`` then
+    It is loaded as an ordinary parameter, or else given its quantised weight by ``use_stored``. ``lay_out`` then
     chooses the form in which a parameter is multiplied with, after which it can be neither loaded nor moved.
 
     Args:
@@ -87,21 +87,21 @@ class Projection(nn.Module):
         self.weight_OI = nn.Parameter(values_OI, requires_grad=False)
         self.weight = DenseWeight(self.weight_OI)
 
-    def keep(self, weight: QuantizedWeight | StackedWeight) -> None:
+    def use_stored(self, weight: QuantizedWeight | StackedWeight) -> None:
         """Multiply with this weight, which stays as it is; the parameter is freed."""
         del self.weight_OI
         self.weight = weight
 
     def lay_out(self, layout: Layout) -> None:
-        """Choose the form of the loaded weight; the parameter is freed. One given by ``keep`` stays as it is."""
-        if self.is_kept:
+        """Choose the form of the loaded weight; the parameter is freed. One given by ``use_stored`` stays as it is."""
+        if self.is_quantized:
             return
         values_OI = self.weight_OI.data
         del self.weight_OI
         self.weight = layout(values_OI)
 
     @property
-    def is_kept(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether its weight is quantised, or has parts that are."""
         return isinstance(self.weight, QuantizedWeight | StackedWeight)
 

@@ -122,7 +122,7 @@ class Matrices:
     Args:
         targets: targets of the model.
         formats: formats that weights may stay in.
-        stored: index in ``formats`` of the one that each published weight may stay in.
+        format_of: index in ``formats`` of the one that each published weight may stay in.
         device: where the matrices go.
     """
 
@@ -131,7 +131,7 @@ class Matrices:
         model: nn.Module,
         targets: Mapping[str, Target],
         formats: Sequence[StoredFormat],
-        stored: Mapping[str, int],
+        format_of: Mapping[str, int],
         device: torch.device | str,
     ) -> None:
         self._formats = formats
@@ -142,18 +142,18 @@ class Matrices:
             if parameter.is_meta
         }
         for name, target in targets.items():
-            self._note(target, stored.get(name))
+            self._note(target, format_of.get(name))
         chosen = self._choose(model)
-        self.kept = [matrix for matrix in self._matrices.values() if matrix in chosen]
+        self.stored = [matrix for matrix in self._matrices.values() if matrix in chosen]
         for matrix in self._matrices.values():
             if matrix not in chosen:
                 _allocate_whole(matrix, device)
 
-    def kept_of(self, target: Target) -> Matrix | None:
+    def stored_of(self, target: Target) -> Matrix | None:
         """Return the matrix that a published tensor goes to; None: it does not stay quantised."""
         view = target.view
         matrix = None if view is None else self._matrices.get(id(base_of(view)))
-        return matrix if matrix in self.kept else None
+        return matrix if matrix in self.stored else None
 
     def _note(self, target: Target, number: int | None) -> None:
         """Note the rows that a published tensor goes to, and the number of its format among ``formats``."""
@@ -169,7 +169,7 @@ class Matrices:
 
     def _choose(self, model: nn.Module) -> set[Matrix]:
         """Return the parameters that stay quantised."""
-        kept = {
+        stored = {
             matrix
             for matrix in self._matrices.values()
             if isinstance(matrix.owner, Projection)
@@ -184,8 +184,8 @@ class Matrices:
             experts = [matrix for matrix in self._matrices.values() if matrix.owner is module]
             formats = {matrix.format_of_experts for matrix in experts}
             if len(formats) == 1 and None not in formats and experts[0].num_runs <= MAX_PARTS:
-                kept.update(matrix for matrix in experts if matrix.is_quantized)
-        return kept
+                stored.update(matrix for matrix in experts if matrix.is_quantized)
+        return stored
 
 
 def _allocate_whole(matrix: Matrix, device: torch.device | str) -> None:

@@ -37,7 +37,7 @@ class QuantizedStorage:
     Args:
         targets: targets of the model, which was built without memory for matrices.
         formats: formats that weights may stay in.
-        stored: index in ``formats`` of the one that each published weight may stay in.
+        format_of: index in ``formats`` of the one that each published weight may stay in.
         device: where the matrices go. Those that do not stay quantised get memory for all their rows.
     """
 
@@ -46,21 +46,21 @@ class QuantizedStorage:
         model: nn.Module,
         targets: Mapping[str, Target],
         formats: Sequence[StoredFormat],
-        stored: Mapping[str, int],
+        format_of: Mapping[str, int],
         device: torch.device | str,
     ) -> None:
-        self._targets, self._stored, self.device = targets, stored, device
-        self._matrices = Matrices(model, targets, formats, stored, device)
-        kept, memory = self._matrices.kept, dict[Hashable, _Memory]()
+        self._targets, self._format_of, self.device = targets, format_of, device
+        self._matrices = Matrices(model, targets, formats, format_of, device)
+        matrices, memory = self._matrices.stored, dict[Hashable, _Memory]()
         # Without memory, matrices that are alike can have the same: a dry run is to take no time for each layer.
-        forms = [matrix.form if torch.device(device).type == "meta" else matrix for matrix in kept]
-        for form, matrix in zip(forms, kept, strict=True):
+        forms = [matrix.form if torch.device(device).type == "meta" else matrix for matrix in matrices]
+        for form, matrix in zip(forms, matrices, strict=True):
             if form not in memory:
                 memory[form] = _allocate(matrix, formats, device)
-        self._memory = {matrix: memory[form] for form, matrix in zip(forms, kept, strict=True)}
-        self.names = frozenset(name for name, target in targets.items() if self._matrices.kept_of(target) is not None)
+        self._memory = {matrix: memory[form] for form, matrix in zip(forms, matrices, strict=True)}
+        self.names = frozenset(name for name, target in targets.items() if self._matrices.stored_of(target) is not None)
         """Published weights that ``fill`` takes."""
-        self.kept = self.names & self._stored.keys()
+        self.stored = self.names & self._format_of.keys()
         """Those that stay quantised."""
 
     def fill(self, name: str, weight: OpenWeight, dtype: torch.dtype) -> None:
@@ -70,14 +70,14 @@ class QuantizedStorage:
             dtype: dtype of weights that are dequantised.
         """
         target = self._targets[name]
-        matrix = self._matrices.kept_of(target)
+        matrix = self._matrices.stored_of(target)
         assert matrix is not None
         memory = self._memory[matrix]
         for piece in target.pieces:
             rows_R, source_R = rows_and_sources(piece, target.shape, len(matrix.format_R))
             index_R = matrix.index_of(rows_R)
-            if name in self._stored:
-                memory.stored[self._stored[name] + 1].fill(weight, target, piece, index_R, source_R)
+            if name in self._format_of:
+                memory.stored[self._format_of[name] + 1].fill(weight, target, piece, index_R, source_R)
                 continue
             published = weight.read(piece.index, dtype)
             dense_RI = published.reshape(-1, published.shape[-1]).to(memory.dense_RI.dtype)
@@ -105,9 +105,9 @@ class QuantizedStorage:
                 parts_of[memory] = tuple(_parts(matrix, memory))
             parts = parts_of[memory]
             if isinstance(matrix.owner, Experts):
-                matrix.owner.keep(matrix.attribute, parts)
+                matrix.owner.use_stored(matrix.attribute, parts)
             elif isinstance(matrix.owner, Projection):
-                matrix.owner.keep(_only_quantized(parts) if len(parts) == 1 else StackedWeight(parts))
+                matrix.owner.use_stored(_only_quantized(parts) if len(parts) == 1 else StackedWeight(parts))
 
 
 def _allocate(matrix: Matrix, formats: Sequence[StoredFormat], device: torch.device | str) -> _Memory:

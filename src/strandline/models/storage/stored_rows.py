@@ -1,4 +1,4 @@
-"""Rows of a matrix that stay quantised: what a format has to do with them, and how published rows become theirs.
+"""Rows of a matrix that stay quantised: the interface of formats to them, and copies of published rows.
 
 Shape suffixes: R rows of all matrices of a parameter, I inputs.
 """
@@ -60,13 +60,14 @@ class StoredFormat(Protocol):
 
 
 def rows_of(view: Tensor, rows_R: Tensor) -> Tensor:
-    """Return, of something of every row of a parameter, that of the rows of a view of it, with its shape."""
+    """Return the entries of a view's rows, in its shape, given an entry for each row of its parameter."""
     num_inputs = view.shape[-1]
     strides = [stride // num_inputs for stride in view.stride()[:-1]]
     return rows_R.as_strided(view.shape[:-1], strides, view.storage_offset() // num_inputs)
 
 
 def range_of(part: slice, size: int) -> range:
+    """Return the indices that a slice selects in a dimension of this size."""
     return range(*part.indices(size))
 
 

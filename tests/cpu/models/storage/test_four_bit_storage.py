@@ -50,7 +50,7 @@ def save(name: str, directory: Path, scheme: str = "compressed", **options: Any)
 @pytest.mark.parametrize("scheme", sorted(KEPT))
 def test_weights_of_every_format_stay(scheme: str, tmp_path: Path) -> None:
     report = check(save("qwen3_5", tmp_path, scheme)).weights_report
-    assert len(report.kept) == report.num_quantized > 10
+    assert len(report.stored) == report.num_quantized > 10
 
 
 @pytest.mark.parametrize("scheme", ["compressed", "awq"])
@@ -104,7 +104,7 @@ def test_what_kernels_do_not_take_is_dequantised(scheme: str, tmp_path: Path) ->
         fp8.change_json(directory / "config.json", quantization_config=config)
     model, dequantized = (load(directory, keeps_quantized=keeps) for keeps in (True, False))
     # Inputs of one group are in order.
-    assert len(model.weights_report.kept) < model.weights_report.num_quantized
+    assert len(model.weights_report.stored) < model.weights_report.num_quantized
     assert_same_weights(model, dequantized)
 
 
@@ -115,7 +115,7 @@ def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path:
     for index in range(2):
         kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
         assert_same_weights(kept, dequantized)
-        assert len(kept.weights_report.kept) > 0
+        assert len(kept.weights_report.stored) > 0
 
 
 @pytest.mark.parametrize(("size", "form"), [(192, CodedWeight), (176, DenseWeight)])

@@ -83,7 +83,7 @@ def test_blocks_of_another_width_are_dequantised(tmp_path: Path) -> None:
     scheme = {"config": block_config(16, 16), "block": blocks_of(16, 16)}
     directory = save("qwen3_5", tmp_path, scheme)
     model = load(directory, keeps_quantized=True)
-    assert len(model.weights_report.kept) == 0
+    assert len(model.weights_report.stored) == 0
     assert_same_weights(model, load(directory, keeps_quantized=False))
 
 

@@ -121,7 +121,7 @@ def test_random_experts_of_gpt_oss_are_quantised_alone(tmp_path: Path) -> None:
         directory, ModelOptions(keeps_quantized=True, dtype=torch.float32), FillOptions(load_format="dummy")
     )
     assert all(part.up.format is FP4 for x in model.modules() if isinstance(x, Experts) for part in x.parts)
-    assert not any(module.is_kept for module in model.modules() if isinstance(module, Projection))
+    assert not any(module.is_quantized for module in model.modules() if isinstance(module, Projection))
     assert logits(model).isfinite().all()
 
 

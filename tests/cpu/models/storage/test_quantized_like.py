@@ -52,13 +52,13 @@ def test_plain_weights_become_what_conversion_writes(format: str, kind: str, tmp
     for source, output in zip(plain, (old, new), strict=True):
         convert(source, output, format)
     served, expected = load(old, keeps_quantized=True), load(new, keeps_quantized=True)
-    wanted = served.weights_report.kept
-    assert wanted == expected.weights_report.kept != {}
+    wanted = served.weights_report.stored
+    assert wanted == expected.weights_report.stored != {}
     tensors = load_file(plain[1] / "model.safetensors")
     for sent in (tensors, unfuse_experts(tensors) if kind == "sparse" else {}):
         if sent:
             found = load(old, FillOptions(quantized_as=wanted), keeps_quantized=True, tensors=sent)
-            assert found.weights_report.kept == wanted
+            assert found.weights_report.stored == wanted
             assert_same_weights(found, load(new, keeps_quantized=False))
     for model in (served, expected, found):
         model.lay_out(DenseWeight)
@@ -77,7 +77,7 @@ def test_fp8_of_rows_and_tensors_is_rounded_once(scale: str, tmp_path: Path) -> 
     convert(plain, directory, "fp8")
     algorithm = {"channel": "FP8_PER_CHANNEL_PER_TOKEN", "tensor": "FP8"}[scale]
     changed_config(directory, quant_method="modelopt", quant_algo=algorithm)
-    wanted = load(_with_scales(directory, tensors, scale), keeps_quantized=True).weights_report.kept
+    wanted = load(_with_scales(directory, tensors, scale), keeps_quantized=True).weights_report.stored
     found = load(directory, FillOptions(quantized_as=wanted), keeps_quantized=True, tensors=tensors)
     assert_same_weights(found, load(directory, keeps_quantized=False))
 
@@ -113,7 +113,7 @@ def test_weights_that_nothing_converts_are_refused(tmp_path: Path) -> None:
 def test_weights_with_other_inputs_than_groups_are_refused(tmp_path: Path) -> None:
     plain = save(tmp_path / "plain", 1, "dense")
     convert(plain, tmp_path / "int4", "int4")
-    wanted = load(tmp_path / "int4", keeps_quantized=True).weights_report.kept
+    wanted = load(tmp_path / "int4", keeps_quantized=True).weights_report.stored
     tensors = load_file(plain / "model.safetensors")
     name = next(iter(wanted))
     with pytest.raises(WeightsError, match="multiple of 128"):

@@ -144,8 +144,8 @@ def test_weights_stay_as_published(name: str, format: str, tmp_path: Path) -> No
     of_heads = [key for key in published if re.search(r"kv_b_proj\.(weight(_packed)?|qweight)$", key)]
     num_dequantized = sum(published[key].dtype != torch.float32 for key in of_heads)
     report = model.weights_report
-    assert len(report.kept) == report.num_quantized - num_dequantized > 0
-    assert any(isinstance(module, Projection) and module.is_kept for module in model.modules())
+    assert len(report.stored) == report.num_quantized - num_dequantized > 0
+    assert any(isinstance(module, Projection) and module.is_quantized for module in model.modules())
     if format != "gptq" or name not in IN_ONE_TENSOR:
         assert {up.format for up in weights_of_experts(model)} <= {FORMATS[format].stored}
 
@@ -160,7 +160,7 @@ def test_ranks_hold_and_compute_their_part(name: str, format: str, tmp_path: Pat
     for index in range(2):
         kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
         assert_same_weights(kept, dequantized)
-        assert len(kept.weights_report.kept) > 0
+        assert len(kept.weights_report.stored) > 0
 
     def run(ranks: RankThread) -> Tensor:
         return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
