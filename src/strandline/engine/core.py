@@ -24,7 +24,7 @@ from strandline.engine.caching.cache_watch import CacheWatch
 from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.caching.flushing import flush
 from strandline.engine.caching.memory import bytes_by_use, cache_size, describe_tiers, lower_memories, on_each_rank
-from strandline.engine.caching.object_catalog import open_discoveries
+from strandline.engine.caching.object_catalog import CATCH_UP_S, open_discoveries
 from strandline.engine.control import CoreControl
 from strandline.engine.drafting.new_drafts import new_drafts
 from strandline.engine.prefix_transfer.hand_over import HandOver
@@ -240,7 +240,7 @@ class EngineCore:
         if self.hand_over is not None:
             self.hand_over.turn()
         if self.discoveries is not None:
-            self.discoveries.turn()
+            self.discoveries.turn(0.0 if self.scheduler.running else CATCH_UP_S)
         if self.loads:
             # Not only with the step's result: what has been loaded by now can be in the next step.
             self.scheduler.loading.complete(self.executor.poll_transfers())
@@ -294,7 +294,7 @@ class EngineCore:
         self._in_flight = None
         result = launched.result()
         start_s, self._settled_s = max(start_s, self._settled_s), SYSTEM_CLOCK()
-        num_prefilled, seconds = _num_prefilled(plan), self._settled_s - self._begun_s
+        num_prefilled, seconds = plan.num_prefilled_tokens, self._settled_s - self._begun_s
         self.loads.observe_prefill(num_prefilled, seconds)
         if self.hand_over is not None:
             self.hand_over.observe_prefill(num_prefilled, seconds)
@@ -353,9 +353,11 @@ class EngineCore:
                 )
 
     def exchange(self) -> None:
-        """Do what other engines have asked for, where no step follows at once."""
-        if self.hand_over is not None:
-            self.hand_over.turn()
+        """Do what other engines have asked for, and enter what they have stored, where no step follows at once."""
+        parts = [each for each in (self.hand_over, self.discoveries) if each is not None]
+        for each in parts:
+            each.turn()
+        if parts:
             self._flush()
 
     def _flush(self) -> None:
@@ -474,11 +476,6 @@ def new_warm_up(config: EngineConfig, executor: Executor) -> WarmUp:
     facts = replace(executor.facts, corrects_lengths=False)  # Graphs would, and are not captured yet.
     scheduler = new_scheduler(config, facts, fills_steps=True)
     return WarmUp(executor, scheduler, facts.max_model_len, takes_adapters=config.enable_lora)
-
-
-def _num_prefilled(plan: StepPlan) -> int:
-    """Return how many tokens of prompts a step computes."""
-    return sum(x.end - x.start for x in plan.sequences if x.end - x.start > 1 + x.num_drafts)
 
 
 def _new_hand_over(config: EngineConfig, executor: Executor, scheduler: Scheduler) -> HandOver | None:

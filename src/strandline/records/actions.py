@@ -182,6 +182,8 @@ class EnterFiles:
 
     store: str
     files: tuple[FoundFile, ...]
+    gone: tuple[FoundFile, ...] = ()
+    """Files that were entered and are gone: no load that begins later names their addresses."""
 
 
 @dataclass(frozen=True, slots=True)

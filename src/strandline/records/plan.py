@@ -191,6 +191,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(sequence.end - sequence.start for sequence in self.sequences)
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """The number of tokens of prompts."""
+        return sum(x.end - x.start for x in self.sequences if x.end - x.start > 1 + x.num_drafts)
+
 
 class TokenLogprobs(NamedTuple):
     """Log-probability of one token, and of those reported with it: the likeliest, or those that the request names."""

@@ -59,6 +59,7 @@ class ObjectFiles:
         max_file_bytes: most bytes of blocks in a file, which is assembled in memory.
         num_threads: how many read and write at once.
         refresh_s: time from one listing to the next, at least: a request for every thousand files.
+        look_s: time from one look at ``stamp`` to the next.
 
     Raises:
         ConfigError: the URL is wrong, or a package is not installed.
@@ -67,6 +68,7 @@ class ObjectFiles:
     max_file_bytes: Final = 64 * 2**20
     num_threads: Final = 16
     refresh_s: Final = 10.0
+    look_s: Final = 10.0
 
     def __init__(self, url: str, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int]) -> None:
         self._bucket = Bucket(url)
@@ -95,6 +97,13 @@ class ObjectFiles:
             OSError: the server does not answer, or refuses.
         """
         return [each for each in self._bucket.list(self.folder) if FILE_NAME.fullmatch(each.name)]
+
+    def stamp(self) -> int | None:
+        """Return None: only a listing says whether there are other files."""
+        return None
+
+    def set_used(self, name: str, used_s: float) -> None:
+        """Do nothing: a bucket's rules know no uses."""
 
     def headers(self, names: Sequence[str]) -> Iterator[Header | OSError | None]:
         """Yield the header of each file, or the error that prevents reading it now; None: it is gone, or of no use.

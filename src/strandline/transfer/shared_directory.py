@@ -70,12 +70,14 @@ class SharedDirectory:
     Attributes:
         max_file_bytes: most bytes of blocks in a file.
         num_threads: how many read and write at once.
-        refresh_s: time from one listing to the next.
+        refresh_s: time from one listing to the next, if no file is new or gone.
+        look_s: time from one look at ``stamp`` to the next.
     """
 
     max_file_bytes: Final = 64 * 2**20
     num_threads: Final = 4
     refresh_s: Final = 2.0
+    look_s: Final = 0.5
 
     def __init__(
         self, root: Path, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int], max_bytes: int
@@ -114,19 +116,31 @@ class SharedDirectory:
             os.makedirs(path, mode=0o700, exist_ok=True)
 
     def list(self) -> list[ObjectInfo]:
-        """Return all files of the folder that are whole.
+        """Return all files of the folder that are whole; none, if it has been removed.
 
         Raises:
             OSError: it cannot be read.
         """
         found = list[ObjectInfo]()
-        with os.scandir(self.folder) as entries:
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:
                 if FILE_NAME.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         found.append(ObjectInfo(entry.name, status.st_size, status.st_mtime))
         return found
+
+    def stamp(self) -> int | None:
+        """Return a number that is another one when a file is new or gone, at little cost; None: the folder is gone."""
+        try:
+            return os.stat(self.folder).st_mtime_ns
+        except OSError:
+            return None
+
+    def set_used(self, name: str, used_s: float) -> None:
+        """Set the time of a file's last use, if it is there."""
+        with suppress(OSError):
+            os.utime(self.folder / name, (used_s, used_s), follow_symlinks=False)
 
     def headers(self, names: Sequence[str]) -> Iterator[Header | OSError | None]:
         """Yield the header of each file, or the error that prevents reading it now; None: it is gone, or of no use."""

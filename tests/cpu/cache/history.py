@@ -416,6 +416,12 @@ class History:
                 self._late_addresses |= set(self.driver.device.stored) - before
             self._is_flushed = True
 
+    def lose(self, base: int, num_tokens: int, salt: str) -> None:
+        """Find that the store of the last tier has lost a block or a snapshot of an earlier prompt."""
+        if self.prompts and (tokens := self.prompts[base % len(self.prompts)][:num_tokens]):
+            self.driver.lose(tokens, salt)
+            self._is_flushed = True
+
     def end_spill(self, index: int, *, is_done: bool) -> None:
         """End a spill, whichever began first."""
         self._is_flushed |= self.driver.end_spill(index, is_done=is_done)

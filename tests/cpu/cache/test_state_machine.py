@@ -229,6 +229,11 @@ class TieredCacheMachine(LoadingCacheMachine):
         self.history.adopt(base, kept, seed, num_more, salt, is_old=is_old)
 
     @precondition(lambda self: self.history.loads.spills)
+    @rule(base=st.integers(0, 30), num_tokens=st.sampled_from([64, 128, 1000]), salt=st.sampled_from(["", "", "other"]))
+    def lose(self, base: int, num_tokens: int, salt: str) -> None:
+        self.history.lose(base, num_tokens, salt)
+
+    @precondition(lambda self: self.history.loads.spills)
     @rule()
     def flush(self) -> None:
         self.history.flush()
@@ -437,6 +442,9 @@ def check_long_history_with_tiers(history: History, seed: str) -> None:
                 choose.choice(["", "", "other"]),
                 choose.choice([0.0, 100.0]),
             )
+        elif event < 0.495 and len(tiers) > 1:
+            salt = choose.choice(["", "", "other"])
+            history.lose(choose.randrange(30), choose.choice([64, 128, 1000]), salt)
         else:
             random_event(history, choose)
         history.check()

@@ -20,7 +20,16 @@ from strandline.file_tiers import DISK
 from strandline.ids import BlockId, SlotId, TransferId
 from strandline.kernels.arena import ArenaTensors
 from strandline.records.account import SnapshotKind
-from strandline.records.actions import Completion, LoadIn, SnapshotCopy, StoredBlocks, StoredPath, StoreOut
+from strandline.records.actions import (
+    Completion,
+    EnterFiles,
+    FoundFile,
+    LoadIn,
+    SnapshotCopy,
+    StoredBlocks,
+    StoredPath,
+    StoreOut,
+)
 from strandline.records.tokens import encode
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec
 from strandline.transfer import disk_directory, disk_files
@@ -255,3 +264,16 @@ def test_cancelled_loads_that_wait_are_reported(scene: Scene) -> None:
         scene.transfers.begin(LoadIn(TransferId(5), DISK.store, ((BlockId(30), 10),), ()))
         scene.disk.cancel(TransferId(5))
     assert scene.transfers.wait(60.0) == (Completion(TransferId(5), is_done=False),)
+
+
+def test_files_of_others_are_loaded_until_they_are_forgotten(scene: Scene) -> None:
+    scene.store()
+    [blocks], [snapshot] = scene.files("blocks"), scene.files("snapshot")
+    files = FoundFile(blocks.name, 100, 3), FoundFile(snapshot.name, 103, 2)
+    scene.transfers.begin(EnterFiles(DISK.store, files))
+    scene.disk._entered[100].file.header = scene.disk._addresses[10].file.header  # those of a directory are known
+    scene.disk._entered[103].file.header = scene.disk._addresses[13].file.header
+    assert scene.load(100).is_done
+    scene.transfers.begin(EnterFiles(DISK.store, (), files[:1]))
+    assert scene.load(100).lost == (100,)
+    assert set(scene.disk._entered) == {103, 104}

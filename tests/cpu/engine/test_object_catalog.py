@@ -1,15 +1,24 @@
 """The catalog of an object store: files that cannot be read neither hide others nor are forgotten."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
 
-from strandline.engine.caching.object_catalog import Discovery, ObjectCatalog
+from strandline.engine.caching.object_catalog import MAX_PATHS, Discovery, ObjectCatalog
+from strandline.records.account import SnapshotKind
+from strandline.records.actions import StoredBlocks, StoredPath
+from strandline.records.tokens import encode
 from strandline.transfer.bucket import Bucket
 from strandline.transfer.object_files import MAX_READS, ObjectFiles
+from strandline.transfer.shared_directory import SharedDirectory
 from strandline.transfer.stored_files import StoredFile
+from tests.cpu.transfer import test_shared_directory as shared
 from tests.cpu.transfer.test_object_files import files, opened, write
 
 __all__ = ["files"]
@@ -102,4 +111,105 @@ def test_useless_files_are_found_when_they_are_written_again(
     assert [file.name for each in discoveries for file in each.files] == [blocks.name]
     assert [len(each.paths) for each in discoveries] == [0], "the block before it has not been found"
     bucket.close()
+    catalog.close()
+
+
+def write_path(files: SharedDirectory, seed: int) -> list[Path]:
+    """Write a block, and the snapshot after it."""
+    path = StoredPath("tree", encode([seed] * 64), StoredBlocks(0, (1,)), 2, 0, SnapshotKind.MARK, 0, is_shared=False)
+    block = files.new_file(path, path.blocks, (shared.BLOCK_BYTES,))
+    files.write(block, [[bytes(shared.BLOCK_BYTES)]])
+    snapshot = shared.write(files, seed)
+    return [files.folder / each.name for each in (block, snapshot)]
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_what_is_known_of_a_churning_directory_is_bounded(tmp_path: Path, *, is_taken: bool) -> None:
+    files = shared.opened(tmp_path, 6 * shared.FILE_BYTES)
+    catalog = ObjectCatalog(shared.opened(tmp_path), has_snapshots=True)
+    entered, sizes = set[str](), list[int]()
+    for seed in range(120):
+        write_path(files, seed)
+        catalog.refresh()
+        for each in iter(catalog.take, None) if is_taken or seed == 60 else ():
+            entered -= {file.name for file in each.gone}
+            entered |= {file.name for file in each.files}
+        sizes.append(len(catalog))
+    num_files = len(files.list())
+    assert num_files < 20
+    assert max(sizes) < 8 * num_files
+    for each in iter(catalog.take, None):
+        entered -= {file.name for file in each.gone}
+        entered |= {file.name for file in each.files}
+    assert entered == shared.names(files)
+    for name in entered:
+        (files.folder / name).unlink()
+    catalog.refresh()
+    assert sum(len(each.gone) for each in iter(catalog.take, None)) == num_files
+    assert len(catalog) == 0
+    catalog.close()
+
+
+def test_files_that_are_found_or_gone_can_be_waited_for(tmp_path: Path) -> None:
+    files = shared.opened(tmp_path)
+    catalog = ObjectCatalog(shared.opened(tmp_path), has_snapshots=True)
+
+    def has_news(timeout_s: float = 0.0) -> bool:
+        return bool(select([catalog], (), (), timeout_s)[0])
+
+    assert not has_news()
+    paths = write_path(files, 1)
+    assert has_news(60.0), "the thread looks for it"
+    catalog.refresh()
+    [discovery] = iter(catalog.take, None)
+    assert (len(discovery.files), len(discovery.paths), has_news()) == (2, 1, False)
+    paths[0].unlink()
+    assert has_news(60.0)
+    [discovery] = iter(catalog.take, None)
+    assert (len(discovery.lost), [each.name for each in discovery.gone]) == (1, [paths[0].name])
+    catalog.close()
+
+
+def test_what_is_lost_is_taken_before_its_files_are_gone(tmp_path: Path) -> None:
+    files = shared.opened(tmp_path)
+    paths = [path for seed in range(2 * MAX_PATHS) for path in write_path(files, seed)]
+    catalog = ObjectCatalog(files, has_snapshots=True)
+    assert sum(len(each.paths) for each in iter(catalog.take, None)) == 2 * MAX_PATHS
+    for path in paths[2:]:
+        path.unlink()
+    catalog.refresh()
+    first, second = iter(catalog.take, None)
+    assert (len(first.lost), first.gone, first.files) == (MAX_PATHS, (), ())
+    assert (len(second.lost), len(second.gone), len(second.files)) == (MAX_PATHS - 1, 4 * MAX_PATHS - 2, 0), (
+        "one for a block and what follows it"
+    )
+    catalog.close()
+
+
+def test_what_others_continue_is_as_recent_as_that(tmp_path: Path) -> None:
+    files = shared.opened(tmp_path)
+    block, snapshot = write_path(files, 1)
+    catalog = ObjectCatalog(files, has_snapshots=True)
+    os.utime(block, (1000.0, 1000.0))
+    os.utime(snapshot, (2000.0, 2000.0))
+    catalog.refresh()
+    assert 2000.0 < block.stat().st_mtime < 2000.1
+    assert snapshot.stat().st_mtime == 2000.0
+    os.utime(snapshot, (1500.0, 1500.0))
+    catalog.refresh()
+    assert 2000.0 < block.stat().st_mtime < 2000.1
+    catalog.close()
+
+
+def test_a_directory_that_is_removed_has_no_files(tmp_path: Path) -> None:
+    files = shared.opened(tmp_path)
+    write_path(files, 1)
+    catalog = ObjectCatalog(files, has_snapshots=True)
+    list(iter(catalog.take, None))
+    shutil.rmtree(files.folder.parent)
+    catalog.refresh()
+    assert sum(len(each.gone) for each in iter(catalog.take, None)) == 2
+    write_path(files, 2)
+    catalog.refresh()
+    assert sum(len(each.paths) for each in iter(catalog.take, None)) == 1
     catalog.close()

@@ -1,6 +1,8 @@
 """One host tier of a machine: engines that share a directory hit what another one has evicted."""
 
+import shutil
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
@@ -37,6 +39,38 @@ def test_prompts_that_one_engine_has_evicted_hit_in_another(make_llm: MakeLLM, t
     assert objects_of(third).num_snapshots > 0, "a new engine finds what is there"
     close(second)
     close(third)
+
+
+def test_first_request_after_idling_hits_what_another_engine_wrote(make_llm: MakeLLM, tmp_path: Path) -> None:
+    idle, other = sharing(make_llm, tmp_path / "shared"), sharing(make_llm, tmp_path / "shared")
+    expected, _ = serve(other)
+    discoveries = idle.engine.core.discoveries
+    assert discoveries is not None
+    assert select([discoveries], (), (), 60.0)[0], "what is new is found without a request"
+    discoveries.catalog.refresh()
+    found, hits = serve(idle)
+    assert found == expected
+    assert hits[0] > 0
+    assert objects_of(idle).num_loads > 0
+    close(idle)
+    close(other)
+
+
+def test_idle_engine_enters_and_forgets_what_comes_and_goes(make_llm: MakeLLM, tmp_path: Path) -> None:
+    idle, other = sharing(make_llm, tmp_path / "shared"), sharing(make_llm, tmp_path / "shared")
+    core = idle.engine.core
+    assert core.discoveries is not None
+    serve(other)
+    for is_there in (True, False):
+        core.discoveries.catalog.refresh()
+        for _ in range(100):
+            core.exchange()
+        assert (objects_of(idle).num_snapshots > 0) == is_there
+        shutil.rmtree(tmp_path / "shared", ignore_errors=True)
+    store = core.executor._files
+    assert (len(core.discoveries.catalog), store._entered, objects_of(idle).num_used_bytes) == (0, {}, 0)
+    close(idle)
+    close(other)
 
 
 def test_engines_that_remove_each_others_files_give_the_same_answers(make_llm: MakeLLM, tmp_path: Path) -> None:

@@ -1,46 +1,23 @@
 """Adoption: the moves to a tier of what files hold that other processes have written, which are done at once.
 
 At start these are the files of an earlier process. In a store that engines share, further ones are found while the
-engine runs. Blocks may be found before those that they follow, and snapshots before their blocks: both wait.
+engine runs (``known_paths.py``), and what is gone is evicted.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain
-from typing import NamedTuple
 
 from strandline.cache.policy.reuse import TICKS_PER_S
+from strandline.cache.tiers.known_paths import FoundPath, KnownPaths, LostPath, LostSnapshot
 from strandline.cache.tiers.lower_tier import ANY_WORTH, LowerTier
 from strandline.cache.tiers.neighbours import saved_tokens
 from strandline.cache.tiers.stored import Copy, TierSnapshot
 from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import NO_ADDRESS
-from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
-from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
-from strandline.records.path_hashes import block_hashes, root_hash
-from strandline.records.tokens import BLOCK_KEY_BYTES
-
-
-class FoundPath(NamedTuple):
-    """A snapshot in files or, without snapshots, the end of a path, with all whole blocks before it."""
-
-    path: StoredPath
-    idle_s: float
-    """Seconds since its last use, when it was found."""
-
-
-class _Group(NamedTuple):
-    """Blocks of one file."""
-
-    kept: KeptBlocks
-    hashes: list[bytes]
-    """Hashes of the paths that end with each block."""
-
-    def up_to(self, index: int) -> bytes:
-        """Return the tokens of the blocks up to one."""
-        return self.kept.tokens[: (index + 1) * BLOCK_KEY_BYTES]
+from strandline.records.kept import Kept
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 
 def last_address(kept: Kept) -> int:
@@ -53,7 +30,9 @@ def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
 
     Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs.
     """
-    used = adopt_paths(tier, KnownPaths(has_snapshots=tier.has_snapshots).add(kept), reuse)
+    known = KnownPaths(has_snapshots=tier.has_snapshots)
+    known.add(kept)
+    used = adopt_paths(tier, known.take(len(kept.blocks) + len(kept.snapshots)), reuse)
     unused = set(_addresses(kept)) - used
     tier.free(dict.fromkeys(unused, 0))
 
@@ -70,6 +49,17 @@ def adopt_paths(tier: LowerTier, found: Iterable[FoundPath], reuse: UseHistory) 
             used.update(_enter(tier, path, use).sizes)
     tier.make_room(0, ANY_WORTH)
     return used
+
+
+def forget_paths(tier: LowerTier, lost: Iterable[LostPath]) -> None:
+    """Evict what needs blocks and snapshots that are gone, in whichever file the tier has them."""
+    for path in lost:
+        num_blocks = len(path.data) // BLOCK_KEY_BYTES
+        if isinstance(path, LostSnapshot):
+            if (copy := tier.copy_of(path.tree, path.data, len(path.data) // TOKEN_BYTES)) is not None:
+                tier.evict(copy)
+        elif (end := tier.tree.find(path.tree, path.data, num_blocks)) is not None:
+            tier.cut_off(end.run, num_blocks)
 
 
 def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
@@ -91,68 +81,3 @@ def _addresses(kept: Kept) -> list[int]:
     """Return all addresses; ``NO_ADDRESS`` may be among them."""
     of_snapshots = [(snapshot.address, snapshot.tail_address) for snapshot in kept.snapshots]
     return [address for addresses in (*(x.addresses for x in kept.blocks), *of_snapshots) for address in addresses]
-
-
-class KnownPaths:
-    """What files hold, by hashes, and what waits for blocks that have not been found.
-
-    Args:
-        has_snapshots: whether prompts resume at snapshots alone.
-    """
-
-    def __init__(self, *, has_snapshots: bool) -> None:
-        self._has_snapshots = has_snapshots
-        self._block_at: dict[tuple[str, bytes], tuple[_Group, int]] = {}
-        """By tree, and the hash of the path that ends with the block: the blocks of its file, and its index there."""
-        self._waiting: list[KeptSnapshot | _Group] = []
-
-    def add(self, kept: Kept) -> list[FoundPath]:
-        """Take in what files hold; return the paths that are whole now and were not before."""
-        for blocks in kept.blocks:
-            group = _Group(blocks, block_hashes(blocks.before, blocks.tokens))
-            for index, path_hash in enumerate(group.hashes):
-                self._block_at[blocks.tree, path_hash] = group, index
-            if not self._has_snapshots:
-                self._waiting.append(group)
-        if self._has_snapshots:
-            self._waiting += kept.snapshots
-        found, waiting = list[FoundPath](), list[KeptSnapshot | _Group]()
-        for each in self._waiting:
-            path = self._path_of(each)
-            if path is not None:
-                found.append(path)
-            else:
-                waiting.append(each)
-        self._waiting = waiting
-        return found
-
-    def _path_of(self, end: "KeptSnapshot | _Group") -> FoundPath | None:
-        """Return the path of a snapshot or, without snapshots, of blocks; None: not all of it has been found."""
-        kept: KeptBlocks | KeptSnapshot
-        if isinstance(end, _Group):
-            kept, before = end.kept, end.hashes[-1]
-            key, addresses, kind = b"", (NO_ADDRESS, NO_ADDRESS), SnapshotKind.GENERATION_END
-        else:
-            kept, before = end, end.before
-            key, addresses, kind = end.key, (end.address, end.tail_address), end.kind
-            if bool(end.tail_address) != bool(end.key):
-                return None
-        found = self._whole_path(kept.tree, before)
-        if found is None:
-            return None
-        data, blocks = found
-        path = StoredPath(kept.tree, data + key, blocks, *addresses, kind, kept.interarrival_bin, kept.is_shared)
-        return FoundPath(path, kept.idle_s)
-
-    def _whole_path(self, tree: str, path_hash: bytes) -> tuple[bytes, StoredBlocks] | None:
-        """Return the path with a hash, encoded, and its blocks; None: not all of them have been found."""
-        root, parts, addresses = root_hash(tree), list[bytes](), list[tuple[int, ...]]()
-        while path_hash != root:
-            found = self._block_at.get((tree, path_hash))
-            if found is None:
-                return None
-            group, index = found
-            parts.append(group.up_to(index))
-            addresses.append(group.kept.addresses[: index + 1])
-            path_hash = group.kept.before
-        return b"".join(parts[::-1]), StoredBlocks(0, tuple(chain.from_iterable(addresses[::-1])))

@@ -17,10 +17,11 @@ from strandline.cache.holds import Holds
 from strandline.cache.lease import Lead, Lease
 from strandline.cache.policy.worth import WorthPerByte
 from strandline.cache.resume import Match
-from strandline.cache.tiers.adoption import FoundPath, adopt, adopt_paths, last_address
+from strandline.cache.tiers.adoption import adopt, adopt_paths, forget_paths, last_address
 from strandline.cache.tiers.demotion import Demotion
 from strandline.cache.tiers.device_target import DeviceTarget, num_slabs_for
 from strandline.cache.tiers.flush import Flush
+from strandline.cache.tiers.known_paths import FoundPath, LostPath
 from strandline.cache.tiers.lower_memory import LowerMemory
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.moves import Move, Moves
@@ -32,7 +33,14 @@ from strandline.cache.use import UseHistory
 from strandline.cache.walk import Walk, walk
 from strandline.ids import BLOCK_TOKENS, RequestId, TransferId
 from strandline.records.account import UNCOUNTED
-from strandline.records.actions import CancelTransfer, Completion, EnterFiles, FoundFile, LoadIn, SnapshotCopy
+from strandline.records.actions import (
+    CancelTransfer,
+    Completion,
+    EnterFiles,
+    FoundFile,
+    LoadIn,
+    SnapshotCopy,
+)
 from strandline.records.offer import Offer, OfferedSnapshot
 from strandline.records.tier_stats import TierStats
 from strandline.records.tokens import TOKEN_BYTES, TokenBuffer, common_tokens
@@ -142,6 +150,17 @@ class Loads:
         if files:
             self.moves.issue(EnterFiles(store, files))
         adopt_paths(self._tier_of[store], paths, self._parts.reuse)
+
+    def forget(self, store: str, files: tuple[FoundFile, ...], lost: Sequence[LostPath]) -> None:
+        """Forget what is gone from a store that engines share.
+
+        Args:
+            files: those that are gone, and that hold nothing which the tier still has.
+            lost: what they held, and the tier may have.
+        """
+        forget_paths(self._tier_of[store], lost)
+        if files:
+            self.moves.issue(EnterFiles(store, (), files))
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of the tiers, nearest first."""

@@ -169,7 +169,7 @@ class FileStore:
         self._copies = copies
         self._completions = completions
         self._entered: dict[int, Located] = {}
-        """By address: what others have written, also after it was dropped, as it may be needed again."""
+        """By address: what others have written and is there, also after it was dropped, as it may be needed again."""
         self._loads: deque[tuple[TransferId, Callable[[], None]]] = deque()
         """By transfer; files to be removed or cut off are ``NO_TRANSFER``."""
         self._stores: deque[Callable[[], None]] = deque()
@@ -200,6 +200,13 @@ class FileStore:
             for name, first, num_items in files:
                 file = StoredFile(name, num_items)
                 self._entered |= {first + item: Located(file, item) for item in range(num_items)}
+
+    def forget(self, files: Iterable[FoundFile]) -> None:
+        """Forget such files, which are gone. Loads that have begun are not concerned."""
+        with self._changed:
+            for _, first, num_items in files:
+                for item in range(num_items):
+                    self._entered.pop(first + item, None)
 
     def load(self, action: LoadIn, arena: ArenaTensors) -> None:
         """Begin to write blocks and slots of the arena."""

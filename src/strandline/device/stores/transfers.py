@@ -12,7 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 from strandline.errors import EngineError
 from strandline.ids import TransferId
 from strandline.kernels.arena import ArenaTensors
-from strandline.records.actions import CancelTransfer, Completion, DropStored, EnterFiles, FoundFile, LoadIn, StoreOut
+from strandline.records.actions import (
+    CancelTransfer,
+    Completion,
+    DropStored,
+    EnterFiles,
+    FoundFile,
+    LoadIn,
+    StoreOut,
+)
 
 
 class Store(Protocol):
@@ -57,6 +65,9 @@ class SharedStore(Protocol):
     def enter(self, files: Iterable[FoundFile]) -> None:
         """Take in files that others have written, whose items can be loaded from now on."""
 
+    def forget(self, files: Iterable[FoundFile]) -> None:
+        """Forget such files, which are gone."""
+
 
 Completions = SimpleQueue[Completion]
 """Queue on which stores report the end of transfers."""
@@ -95,10 +106,10 @@ class Transfers:
         self._stores[name] = store
 
     def begin(self, action: LoadIn | StoreOut | DropStored | EnterFiles | CancelTransfer) -> None:
-        """Begin or cancel a transfer, or free or enter addresses of a store.
+        """Begin or cancel a transfer, or free, enter or forget addresses of a store.
 
         Raises:
-            EngineError: no store of that name is attached, or files are to be entered that it does not share.
+            EngineError: no store of that name is attached, or it shares no files and some are to be entered.
         """
         match action:
             case CancelTransfer(transfer):
@@ -112,11 +123,12 @@ class Transfers:
                 self._find(store).store(action, self._arena)
             case DropStored(store, addresses):
                 self._find(store).drop(addresses)
-            case EnterFiles(store, files):
+            case EnterFiles(store, files, gone):
                 shared = self._find(store)
                 if not isinstance(shared, SharedStore):
                     raise EngineError(f"the store {store!r} shares no files")
                 shared.enter(files)
+                shared.forget(gone)
 
     def _find(self, name: str) -> Store:
         store = self._stores.get(name)

@@ -1,25 +1,28 @@
 """Finds what other engines have stored in an object store: a thread lists it now and then, and reads new headers.
 
 The engine looks prefixes up in its own index, so no request waits for a listing. What is found is entered into the tier
-between two steps, a few paths at a time.
+between two steps, a few paths at a time, and what is gone is taken out of it. An engine that is idle does so, too: its
+first request hits what others have stored meanwhile.
 """
 
 import logging
+import os
 import time
+from collections import deque
+from contextlib import suppress
 from itertools import count
-from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
 from strandline.cache.tiers import Loads
-from strandline.cache.tiers.adoption import FoundPath, KnownPaths
+from strandline.cache.tiers.known_paths import FoundPath, KnownPaths, LostPath
 from strandline.clock import SYSTEM_CLOCK
 from strandline.device.executor import ExecutorFacts
 from strandline.device.stores.lower_stores import open_object_files
 from strandline.errors import ConfigError, cause_of
 from strandline.file_tiers import DISK, OBJECTS
 from strandline.records.actions import FoundFile
-from strandline.records.kept import KeptBlocks, KeptSnapshot
+from strandline.transfer.disk_files import Header
 from strandline.transfer.object_files import ObjectFiles
 from strandline.transfer.shared_directory import SharedDirectory
 from strandline.transfer.stored_files import joined, kept_of
@@ -27,8 +30,6 @@ from strandline.transfer.stored_files import joined, kept_of
 LOGGER: Final = logging.getLogger("strandline.object_store")
 MAX_SHARE: Final = 0.25
 """Share of the thread's time that listings may take: the next one of a large store comes later."""
-USED: Final = float("inf")
-"""Instead of the time when a file was written: it has been found, and is not read again."""
 CLOSE_S: Final = 1.0
 """A listing that takes longer ends with the process."""
 LOG_EVERY_S: Final = 60.0
@@ -36,19 +37,28 @@ LOG_EVERY_S: Final = 60.0
 FIRST_ADDRESS: Final = 2**48
 """Addresses of what is found begin here; the numbers of what the engine stores itself stay below."""
 MAX_PATHS: Final = 8
-"""Most paths that enter the tier between two steps: each takes time in proportion to its length."""
+"""Most paths that enter or leave the tier between two steps: each takes time in proportion to its length."""
+CATCH_UP_S: Final = 0.1
+"""Longest time for which a request waits, after the engine was idle, for what has been found meanwhile."""
+STEP_S: Final = 1e-6
+"""The least difference of times of use that files keep."""
 
 
 class Discovery(NamedTuple):
-    """What a listing has found."""
+    """What listings have found. What is gone comes first."""
 
-    files: tuple[FoundFile, ...]
-    paths: list[FoundPath]
+    lost: tuple[LostPath, ...] = ()
+    gone: tuple[FoundFile, ...] = ()
+    """Files that are gone, once the tier has lost all that they held."""
+    files: tuple[FoundFile, ...] = ()
+    paths: tuple[FoundPath, ...] = ()
     """Those that are whole now, of these files and earlier ones."""
 
 
 class ObjectCatalog:
-    """What is found in an object store, for one thread to take.
+    """What is in an object store, and what of that is new or gone, for one thread to take.
+
+    Its size depends on the number of files that are there, however long nothing is taken.
 
     Args:
         files: files of the first rank; other ranks store the same under the same names.
@@ -61,32 +71,61 @@ class ObjectCatalog:
     def __init__(self, files: ObjectFiles | SharedDirectory, *, has_snapshots: bool) -> None:
         self._files = files
         self._known = KnownPaths(has_snapshots=has_snapshots)
-        self._seen = dict[str, float]()
-        """By name of each file: what is of no use, when it was written; else ``USED``."""
-        self._unread = dict[str, int]()
+        self._found: dict[str, FoundFile] = {}
+        """By name."""
+        self._names: dict[int, str] = {}
+        """Their names, by first address."""
+        self._useless: dict[str, float] = {}
+        """By name of each file that is of no use: when it was written."""
+        self._unread: dict[str, int] = {}
         """By name of each file that could not be read: the number of the attempt. Others come first."""
+        self._used_s: dict[str, float] = {}
+        """By name of each file: when it was used last, at the last listing."""
         self._attempts = count()
         self._addresses = count(FIRST_ADDRESS)
-        self._found: SimpleQueue[Discovery] = SimpleQueue()
+        self._lost: deque[LostPath] = deque()
+        self._gone: list[FoundFile] = []
+        self._entering: dict[str, FoundFile] = {}
+        """Those found that have not been taken."""
+        self._lock = Lock()
+        """Guards what is known, and what is to be taken."""
+        self._refreshing = Lock()
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = Event()
         self._logged_s = float("-inf")
         self.refresh()
         self._thread = Thread(target=self._run, name="object catalog", daemon=True)
         self._thread.start()
 
+    def __len__(self) -> int:
+        """Return how many files and paths are known or wait to be taken."""
+        with self._lock:
+            pending = len(self._lost) + len(self._gone) + len(self._entering)
+            return len(self._known) + len(self._found) + len(self._useless) + len(self._unread) + pending
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when there is something to take."""
+        return self._news
+
     def refresh(self) -> None:
-        """Look for files that were not there before; those that cannot be read now are found by a later call.
+        """Look for files that are new or gone; those that cannot be read now are found by a later call.
+
+        Any thread may call.
 
         Raises:
             OSError: the server does not answer, or refuses a listing.
         """
+        with self._refreshing:
+            self._refresh()
+
+    def _refresh(self) -> None:
         modified_s = {each.name: each.modified_s for each in self._files.list()}
-        # A file that has expired, or is of no use, is found again if it is written again.
-        self._seen = {name: seen for name, seen in self._seen.items() if name in modified_s}
-        names = [name for name, written_s in modified_s.items() if self._seen.get(name) not in (USED, written_s)]
-        names.sort(key=lambda name: (self._unread.get(name, -1), name))
+        self._forget([name for name in self._found if name not in modified_s])
+        # A file that is of no use is read again if it is written again.
+        self._useless = {name: seen for name, seen in self._useless.items() if name in modified_s}
+        is_old = self._found.keys() | {name for name, seen in self._useless.items() if seen == modified_s[name]}
+        names = sorted(modified_s.keys() - is_old, key=lambda name: (self._unread.get(name, -1), name))
         self._unread = {name: self._unread[name] for name in names if name in self._unread}
-        files, kept, now_s = list[FoundFile](), list[KeptBlocks | KeptSnapshot](), time.time()
         error: OSError | None = None
         for name, header in zip(names, self._files.headers(names), strict=False):
             if isinstance(header, OSError):
@@ -94,22 +133,58 @@ class ObjectCatalog:
                 self._unread[name] = next(self._attempts)
                 continue
             self._unread.pop(name, None)
-            self._seen[name] = USED if header is not None else modified_s[name]
-            if header is not None:
-                addresses = [next(self._addresses) for _ in header.sizes]
-                files.append(FoundFile(name, addresses[0], len(addresses)))
-                kept.append(kept_of(header, addresses, max(now_s - modified_s[name], 0.0)))
-        if files:
-            paths = self._known.add(joined(kept))
-            for start in range(0, max(len(paths), 1), MAX_PATHS):
-                self._found.put(Discovery(() if start else tuple(files), paths[start : start + MAX_PATHS]))
+            self._useless.pop(name, None)
+            if header is None:
+                self._useless[name] = modified_s[name]
+            else:
+                self._enter(name, header, max(time.time() - modified_s[name], 0.0))
+        self._use_beginnings(modified_s)
+        with self._lock:
+            if self._lost or self._gone or self._entering or self._known.num_new:
+                os.eventfd_write(self._news, 1)
         if error is not None:
             self._warn("some files of the %s could not be read; they are found later: %s", error)
 
+    def _enter(self, name: str, header: Header, idle_s: float) -> None:
+        addresses = [next(self._addresses) for _ in header.sizes]
+        found = FoundFile(name, addresses[0], len(addresses))
+        with self._lock:
+            self._found[name] = self._entering[name] = found
+            self._names[found.first_address] = name
+            self._known.add(joined([kept_of(header, addresses, idle_s)]))
+
+    def _forget(self, names: list[str]) -> None:
+        """Forget files that are gone."""
+        with self._lock:
+            gone = [self._found.pop(name) for name in names]
+            self._lost.extend(self._known.forget(found.first_address for found in gone))
+            for found in gone:
+                del self._names[found.first_address]
+                if self._entering.pop(found.name, None) is None:
+                    self._gone.append(found)
+
+    def _use_beginnings(self, used_s: dict[str, float]) -> None:
+        """Set the last uses of files to those of what continues them, without which that would be of no use.
+
+        Args:
+            used_s: the last use of each file, by name.
+        """
+        for name in [name for name in self._found if used_s[name] != self._used_s.get(name)]:
+            last_s = used_s[name]
+            for address in self._known.before(self._found[name].first_address):
+                before = self._names[address]
+                if used_s[before] > last_s:
+                    break
+                used_s[before] = last_s = last_s + STEP_S
+                self._files.set_used(before, last_s)
+        self._used_s = used_s
+
     def _run(self) -> None:
-        wait_s = self._files.refresh_s
+        stamp, last_s, wait_s = self._files.stamp(), SYSTEM_CLOCK(), self._files.look_s
         while not self._is_closed.wait(wait_s):
-            start_s = SYSTEM_CLOCK()
+            start_s, last, stamp = SYSTEM_CLOCK(), stamp, self._files.stamp()
+            if stamp == last and start_s < last_s + self._files.refresh_s:
+                continue
             try:
                 self.refresh()
             except OSError as error:
@@ -117,7 +192,8 @@ class ObjectCatalog:
             except Exception:
                 # The edge of the thread: it goes on.
                 LOGGER.exception("what is in the %s could not be found", self._files.title)
-            wait_s = max(self._files.refresh_s, (SYSTEM_CLOCK() - start_s) / MAX_SHARE)
+            last_s = SYSTEM_CLOCK()
+            wait_s = max(self._files.look_s, (last_s - start_s) / MAX_SHARE)
 
     def _warn(self, text: str, error: OSError) -> None:
         """Log why something of the store is not found, but seldom."""
@@ -127,34 +203,55 @@ class ObjectCatalog:
 
     def take(self) -> Discovery | None:
         """Return something that was found and has not been taken; None: nothing."""
-        try:
-            return self._found.get_nowait()
-        except Empty:
+        with self._lock:
+            lost = tuple(self._lost.popleft() for _ in range(min(len(self._lost), MAX_PATHS)))
+            if self._lost:
+                return Discovery(lost)
+            gone, files, paths = tuple(self._gone), tuple(self._entering.values()), self._known.take(MAX_PATHS)
+            self._gone.clear()
+            self._entering.clear()
+            if lost or gone or files or paths:
+                return Discovery(lost, gone, files, tuple(paths))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._news)
             return None
 
     def close(self) -> None:
         """End the thread."""
+        if self._is_closed.is_set():
+            return
         self._is_closed.set()
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._files.close()
+            os.close(self._news)
 
 
 class Discoveries:
-    """Enters what is found into the tier of an object store, between steps."""
+    """Enters what is found into the tier of an object store, and takes out what is gone, between steps."""
 
     def __init__(self, catalog: ObjectCatalog, loads: Loads) -> None:
         self.catalog, self._loads = catalog, loads
         for found in iter(catalog.take, None):
             self._enter(found)
 
-    def turn(self) -> None:
-        """Enter a few paths, if there are new ones."""
-        if (found := self.catalog.take()) is not None:
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when ``turn`` has work."""
+        return self.catalog.fileno()
+
+    def turn(self, limit_s: float = 0.0) -> None:
+        """Enter or take out a few paths, if some are new or gone, and further ones until a limit."""
+        end_s = SYSTEM_CLOCK() + limit_s
+        while (found := self.catalog.take()) is not None:
             self._enter(found)
+            if SYSTEM_CLOCK() >= end_s:
+                return
 
     def _enter(self, found: Discovery) -> None:
-        self._loads.adopt(OBJECTS.store, found.files, found.paths)
+        if found.lost or found.gone:
+            self._loads.forget(OBJECTS.store, found.gone, found.lost)
+        if found.files or found.paths:
+            self._loads.adopt(OBJECTS.store, found.files, found.paths)
 
     def close(self) -> None:
         """Look for nothing more."""

@@ -100,9 +100,9 @@ class CoreLoop:
             self._poller.register(source, zmq.POLLIN)
         feed, publisher = core.event_feed, None if core.event_feed is None else core.event_feed.publisher
         self._feed, self._events_fd = feed, None if publisher is None else publisher.fileno()
-        self._exchange_fd = None if core.hand_over is None else core.hand_over.fileno()
-        if self._exchange_fd is not None:
-            self._poller.register(self._exchange_fd, zmq.POLLIN)
+        self._exchange_fds = {each.fileno() for each in (core.hand_over, core.discoveries) if each is not None}
+        for fd in self._exchange_fds:
+            self._poller.register(fd, zmq.POLLIN)
         if self._events_fd is not None:
             self._poller.register(self._events_fd, zmq.POLLIN)
         self._worker_fds = set(core.executor.worker_fds)
@@ -140,7 +140,7 @@ class CoreLoop:
             self._is_stopped = True
         elif not self._worker_fds.isdisjoint(ready):
             self._core.executor.check_workers()
-        if self._exchange_fd in ready:
+        if not self._exchange_fds.isdisjoint(ready):
             self._core.exchange()
         if self._events_fd in ready and self._feed is not None:
             self._feed.flush()

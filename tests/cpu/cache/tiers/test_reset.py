@@ -6,7 +6,6 @@ from strandline.cache.announcing.announcer import restate_events, take_events
 from strandline.cache.inspection.invariants import check
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
-from strandline.cache.tiers.adoption import KnownPaths
 from strandline.errors import CacheInvariantError
 from strandline.ids import NO_ADDRESS
 from strandline.records.cache_events import Cleared
@@ -14,7 +13,15 @@ from strandline.records.tokens import TokenBuffer
 from tests.cpu.cache.driver import Driver
 from tests.cpu.cache.history import addresses_below, pattern
 from tests.cpu.cache.tiers.test_lower_tier import evict_all
-from tests.cpu.cache.tiers.test_spills import end_spills, found_by_others, kept_by, restarted, spilled, tiers
+from tests.cpu.cache.tiers.test_spills import (
+    end_spills,
+    found_by_others,
+    kept_by,
+    restarted,
+    spilled,
+    tiers,
+    whole_paths,
+)
 from tests.cpu.events.reader import Reader
 
 PROMPT = pattern(7, 400)
@@ -93,7 +100,7 @@ def test_spill_from_before_a_reset_announces_nothing(rule: ResumeRule, *, is_don
 def test_what_others_stored_before_a_reset_is_not_found(rule: ResumeRule) -> None:
     others = spilled(PROMPT, rule=rule)
     driver = Driver(lower_blocks=(13, 100), rule=rule)
-    paths = KnownPaths(has_snapshots=rule.needs_slots).add(found_by_others(driver, others))
+    paths = whole_paths(found_by_others(driver, others), rule)
     driver.reset()
     driver.loads.adopt(driver.loads.tiers[-1].store, (), paths)
     check(driver.cache)
@@ -121,7 +128,7 @@ def test_engines_of_an_epoch_find_what_others_store() -> None:
     evict_all(others)
     end_spills(others)
     kept = found_by_others(driver, others)
-    driver.loads.adopt(tiers(driver)[1].store, (), KnownPaths(has_snapshots=True).add(kept))
+    driver.loads.adopt(tiers(driver)[1].store, (), whole_paths(kept))
     assert driver.bring_back(PROMPT)
 
 

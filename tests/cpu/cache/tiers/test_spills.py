@@ -8,7 +8,7 @@ from strandline.cache.policy import resume_rules
 from strandline.cache.policy.resume_rules import AT_SNAPSHOTS, AtTokens
 from strandline.cache.resume import ResumeRule
 from strandline.cache.tiers import LoadCosts
-from strandline.cache.tiers.adoption import KnownPaths
+from strandline.cache.tiers.known_paths import FoundPath, KnownPaths
 from strandline.cache.tiers.lower_tier import LowerTier
 from strandline.cache.tiers.spills import MAX_BEGUN, spare_blocks
 from strandline.cache.tiers.stored import TierSnapshot
@@ -527,16 +527,24 @@ def found_by_others(driver: Driver, others: Driver) -> Kept:
     return Kept(tuple(blocks), tuple(snapshots))
 
 
+def whole_paths(kept: Kept, rule: ResumeRule = AT_SNAPSHOTS) -> list[FoundPath]:
+    """Return the paths that some files hold."""
+    known = KnownPaths(has_snapshots=rule.needs_slots)
+    known.add(kept)
+    return known.take(1000)
+
+
 @pytest.mark.parametrize("rule", [AT_SNAPSHOTS, AtTokens()], ids=repr)
 def test_what_others_store_enters_a_tier_in_use(rule: ResumeRule) -> None:
     driver, others = spilled(rule=rule), spilled(NEXT_TURN, pattern(3, 300), host=40, rule=rule)
     _, disk = tiers(driver)
     before = positions(disk)
     kept, known = found_by_others(driver, others), KnownPaths(has_snapshots=rule.needs_slots)
-    paths = known.add(Kept(kept.blocks[::2], kept.snapshots))
-    driver.loads.adopt(disk.store, (), paths)
-    paths = known.add(Kept(kept.blocks[1::2], ()))
-    assert [known.add(Kept((), ())), paths != []] == [[], True], "each path is found once, when it is whole"
+    known.add(Kept(kept.blocks[::2], kept.snapshots))
+    driver.loads.adopt(disk.store, (), known.take(100))
+    known.add(Kept(kept.blocks[1::2], ()))
+    paths = known.take(100)
+    assert [known.take(100), paths != []] == [[], True], "each path is found once, when it is whole"
     driver.loads.adopt(disk.store, (), paths)
     check(driver.cache)
     wanted = {*before, *positions(tiers(others)[1])}
@@ -554,7 +562,7 @@ def test_what_others_store_makes_room_by_worth() -> None:
     driver, others = spilled(disk=30), spilled(NEXT_TURN, pattern(3, 300), host=40)
     _, disk = tiers(driver)
     kept = found_by_others(driver, others)
-    driver.loads.adopt(disk.store, (), KnownPaths(has_snapshots=True).add(kept))
+    driver.loads.adopt(disk.store, (), whole_paths(kept))
     check(driver.cache)
     assert disk.num_snapshots_evicted > 0
     assert disk.num_used <= disk.num_blocks
