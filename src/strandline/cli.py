@@ -24,8 +24,9 @@ from strandline.config import (
 )
 from strandline.engine.flags import add_engine_flags, engine_options
 from strandline.errors import ConfigError, RequestError, StrandlineError
-from strandline.foreign_flags import FOREIGN_FLAGS
+from strandline.foreign_flags import FOREIGN_FLAGS, value_hint
 from strandline.server.flags import add_server_flags
+from strandline.text_input import argument_text, open_standard_streams, read_stdin
 
 MODEL_HELP = "a directory, a hub name, or 'demo' (default: %(default)s)"
 
@@ -70,9 +71,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            nearest = get_close_matches(str(value), map(str, action.choices or ()), n=1)
-            if nearest:
-                error.message += f"; did you mean {nearest[0]!r}?"
+            name = next(iter(action.option_strings), "")
+            error.message += value_hint(name, value, map(str, action.choices or ()))
             raise
 
     def _reject(self, name: str, parsed: argparse.Namespace) -> NoReturn:
@@ -95,7 +95,8 @@ def _nearest_flag(name: str, known: Sequence[str]) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
+    given = [argument_text(each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    open_standard_streams()
     try:
         parser = build_parser()
         if not given:
@@ -304,7 +305,7 @@ def _run_generate(options: argparse.Namespace) -> int:
 def _read_prompt() -> str:
     if sys.stdin.isatty():
         print("Type a prompt; Ctrl-D ends it.", file=sys.stderr)
-    return sys.stdin.read()
+    return read_stdin()
 
 
 def _run_chat(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from strandline.file_tiers import (
     read_bucket_url,
     shared_directory,
 )
-from strandline.foreign_flags import FOREIGN_FLAGS, OPTIONS_OF_SERVERS
+from strandline.foreign_flags import FOREIGN_FLAGS, OPTIONS_OF_SERVERS, value_hint
 from strandline.ids import BLOCK_TOKENS
 from strandline.json_options import read_json_option
 from strandline.kv_events_config import KVEventsConfig, read_kv_events_config
@@ -469,7 +469,8 @@ def parse_bytes(text: str | int, name: str = "--memory") -> int:
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}")
+        hint = value_hint(flag(name), value, choices)
+        raise ConfigError(f"{flag(name)} must be one of {', '.join(choices)}; got {value!r}{hint}")
 
 
 def _require_type(name: str, value: object, types: tuple[type, ...]) -> None:

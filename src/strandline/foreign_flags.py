@@ -1,9 +1,11 @@
-"""Flags of vLLM and SGLang that no command has, and what to do instead: errors about unknown flags say so.
+"""Flags of vLLM and SGLang that no command has, and values that ours do not take, and what to do instead.
 
-Errors about unknown options of ``LLM`` do too: they are the flags' names without dashes.
+Errors about unknown flags and values say so, as do those about options of ``LLM``: they are the flags' names without
+dashes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Final
 
 _STATES: Final = "states and keys and values share one memory, which --memory or --gpu-memory-utilization sets"
@@ -218,3 +220,38 @@ OPTIONS_OF_SERVERS: Final[Mapping[str, str]] = {
     "override_generation_config": "it is a server's; LLM.generate and LLM.chat take sampling_params",
 }
 """Options that vLLM's ``LLM`` has and ours does not, since its methods take the same, and what to do instead."""
+
+_ACTIVATIONS: Final = "use auto: keys and values have the dtype of activations, which --dtype sets"
+_PARALLEL: Final = "use auto: weights are read from safetensors in parallel"
+FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "--dtype": {
+        "half": "use float16",
+        "fp16": "use float16",
+        "float": "use float32",
+        "fp32": "use float32",
+        "bf16": "use bfloat16",
+    },
+    "--kv-cache-dtype": {
+        **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half", "float32"), _ACTIVATIONS),
+        "fp8_e5m2": "use fp8: in eight bits, keys and values are e4m3",
+    },
+    "--load-format": {
+        "pt": "use auto: PyTorch's files are not read, as they may run code, and safetensors are",
+        "gguf": "use auto: GGUF files are not read, and safetensors are",
+        "bitsandbytes": f"use auto: quantised weights are {_DETECTED}",
+        **dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer", "tensorizer"), _PARALLEL),
+    },
+    "--distributed-executor-backend": {"ray": f"use mp: {_ONE_MACHINE}"},
+    "--log-level": {"debug": "use info, the most detailed one", "trace": "use info, the most detailed one"},
+    "--device": {"gpu": "use cuda"},
+}
+"""By flag of ours: values that it has in vLLM or SGLang, or that are spelled so there."""
+
+
+def value_hint(flag: str, value: object, choices: Iterable[str]) -> str:
+    """Return what ends the error about a value that a flag does not take; empty: nothing resembles it."""
+    reason = FOREIGN_VALUES.get(flag, {}).get(str(value).lower())
+    if reason is not None:
+        return f"; {reason}"
+    nearest = get_close_matches(str(value).lower(), list(choices), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

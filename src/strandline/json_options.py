@@ -23,7 +23,7 @@ def read_json_option(
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ConfigError(f"{flag} must be JSON: {error}; got {value!r}") from None
+            raise ConfigError(f"{flag} must be JSON such as {example}: {error}; got {value!r}") from None
     if not isinstance(value, Mapping):
         raise ConfigError(f"{flag} must be a mapping such as {example}, got {value!r}")
     known = list(known)

@@ -17,6 +17,7 @@ from strandline.architectures.supported import SUPPORTED
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
 from strandline.file_forms import unread_weights, why_unreadable
+from strandline.text_input import ENCODING
 
 ARCHITECTURES: Final = tuple(SUPPORTED)
 """Supported architectures. ``models/registry.py`` has a builder for each; this list can be checked without torch."""
@@ -80,7 +81,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def parse_json_object(content: bytes, path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds; raises as ``read_json_object``."""
     try:
-        values = json.loads(content.decode())
+        values = json.loads(content.decode(ENCODING))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {why_unreadable(path, error)}") from error
     if not isinstance(values, dict):

@@ -52,6 +52,9 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["generate", "--temperture", "0", "hi"], "unknown argument --temperture; did you mean --temperature?"),
         (["chat", "--max-num-seq=4"], "unknown argument --max-num-seq=4; did you mean --max-num-seqs?"),
         (["generate", "--dtype", "float8", "hi"], "invalid choice: 'float8'"),
+        (["serve", "--dtype", "half"], "'float16'); use float16\n"),
+        (["serve", "--kv-cache-dtype", "bfloat16"], "; use auto: keys and values have the dtype of activations"),
+        (["serve", "--log-level", "WARN"], "; did you mean 'warning'?\n"),
         (["nothing"], "invalid choice: 'nothing'"),
         (
             ["serve", "--pipeline-parallel-size", "2"],

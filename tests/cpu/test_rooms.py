@@ -34,6 +34,7 @@ VOCABULARY = frozenset(
         "log_format",
         "signals",
         "file_forms",
+        "text_input",
         "flag_actions",
         "foreign_flags",
         "weight_transfer_config",

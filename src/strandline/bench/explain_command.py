@@ -1,15 +1,14 @@
 """``strandline explain``: turns its flags into a question and prints the answer."""
 
 import json
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from strandline.bench.explain_queries import ServerQuestion, TraceQuestion, explain_in_trace, explain_on_server
 from strandline.bench.replay_setup import ReplaySetup
 from strandline.env import read_api_key
 from strandline.errors import ConfigError
+from strandline.text_input import read_stdin, read_text
 
 
 def run_explain(options: Namespace) -> int:
@@ -56,7 +55,7 @@ def _flag(name: str) -> str:
 
 def _read(name: str) -> str:
     try:
-        return sys.stdin.read() if name == "-" else Path(name).read_text()
+        return read_stdin() if name == "-" else read_text(name)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}") from error
 

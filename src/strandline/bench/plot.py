@@ -69,7 +69,7 @@ def write_plot(path: str, rows: Sequence[tuple[str, Result]]) -> None:
     """Plot (trace, result) rows to an SVG file, or to an HTML page that contains it."""
     svg = draw(rows)
     page = f"<!doctype html><meta charset=utf-8><title>Replays</title><body>{svg}</body>\n"
-    Path(path).write_text(page if path.endswith(".html") else svg + "\n")
+    Path(path).write_text(page if path.endswith(".html") else svg + "\n", encoding="utf-8")
 
 
 def draw(rows: Sequence[tuple[str, Result]]) -> str:

@@ -13,7 +13,6 @@ successor repeats its whole prompt is taken to have generated what follows it th
 """
 
 import gzip
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from zlib import crc32
 
 from strandline.errors import ConfigError
 from strandline.records.tokens import TOKEN_BYTES, encode
+from strandline.text_input import ENCODING, json_lines
 
 SESSION_BLOCK_TOKENS: Final = 64
 HASH_BLOCK_TOKENS: Final = 512
@@ -89,10 +89,9 @@ def read_trace(path: str | Path, *, max_sessions: int | None = None, session_gap
 
 def _rows(path: Path, max_rows: int | None) -> list[Row]:
     rows: list[Row] = []
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for line in lines:
-            if line.strip():
-                rows.append(json.loads(line))
+    with gzip.open(path, "rt", encoding=ENCODING) if path.suffix == ".gz" else path.open(encoding=ENCODING) as lines:
+        for row in json_lines(lines):
+            rows.append(row)
             if len(rows) == max_rows and not GROUPED & rows[0].keys():
                 break
     return rows

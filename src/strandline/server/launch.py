@@ -45,6 +45,7 @@ from strandline.server.requests.service import Service, TryGrammar
 from strandline.text.model_files import STRICT_TEMPLATE, default_sampling_params, find_model
 from strandline.text.prompts import check_template, template_text, why_no_chat
 from strandline.text.vocabulary import Vocabulary, load_frontend, load_vocabulary
+from strandline.text_input import read_text
 
 LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
@@ -244,7 +245,7 @@ def read_template(given: str | None) -> str | None:
     if "{" not in given:
         path = Path(given)
         try:
-            template = (STRICT_TEMPLATE if given == "strict" and not path.exists() else path).read_text()
+            template = read_text(STRICT_TEMPLATE if given == "strict" and not path.exists() else path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--chat-template {given!r} is neither a file nor a template: {error}") from error
     check_template(template)

@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from random import Random
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from strandline.bench.serving.turns import recorded_conversations, synthetic_con
 from strandline.bench.traces import Lane, read_trace
 from strandline.errors import ConfigError
 from strandline.records.tokens import TOKEN_BYTES
+from strandline.text_input import json_lines, read_text
 
 MIN_SHAREGPT_TOKENS: Final = 4
 MAX_SHAREGPT_PROMPT_TOKENS: Final = 1024
@@ -140,7 +140,7 @@ def _custom_ask(maker: Maker, text: str, max_tokens: int) -> Ask:
 
 def _read_json(path: str) -> list[Any]:
     try:
-        rows = json.loads(Path(path).read_text())
+        rows = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset {path}: {error}") from error
     if not isinstance(rows, list):
@@ -150,7 +150,7 @@ def _read_json(path: str) -> list[Any]:
 
 def _read_lines(path: str) -> list[Any]:
     try:
-        return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        return list(json_lines(read_text(path).split("\n")))
     except (OSError, ValueError) as error:
         raise ConfigError(f"dataset {path}: {error}") from error
 

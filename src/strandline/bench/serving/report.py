@@ -82,7 +82,7 @@ def write_report(path: Path, runs: Sequence[Mapping[str, Any]], title: str) -> N
     """
     columns = [Column(_label(run, index), run, _quantiles(run)) for index, run in enumerate(runs)]
     try:
-        path.write_text(_page(columns, title))
+        path.write_text(_page(columns, title), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

@@ -13,6 +13,7 @@ from strandline.bench.serving.acceptance import acceptance_rows
 from strandline.bench.serving.figures import DETAILS, Figures, metric_rows
 from strandline.bench.serving.options import Pace, Wanted, key_values
 from strandline.errors import ConfigError
+from strandline.text_input import json_lines, read_text
 from strandline.version import VERSION
 
 WIDTH: Final = 50
@@ -159,10 +160,8 @@ def read_results(path: str) -> list[dict[str, Any]]:
         ConfigError: it is missing, or no such file.
     """
     try:
-        text = Path(path).read_text()
-        rows = (
-            [json.loads(line) for line in text.splitlines() if line.strip()] if "}\n{" in text else [json.loads(text)]
-        )
+        text = read_text(path)
+        rows = list(json_lines(text.split("\n"))) if "}\n{" in text else [json.loads(text)]
     except (OSError, ValueError) as error:
         raise ConfigError(f"result {path}: {error}") from error
     for row in rows:

@@ -120,7 +120,7 @@ def convert(
         if path.name not in ("config.json", INDEX_NAME):
             shutil.copyfile(path, output / path.name)
     config["quantization_config"] = QUANTIZERS[format].config(sorted(report.unconverted))
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -319,5 +319,5 @@ class _ShardWriter:
             (self._directory / f"part-{number}").rename(self._directory / file)
             placed |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(placed.items()))}
-        (self._directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        (self._directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         return self._total_bytes

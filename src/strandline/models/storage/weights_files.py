@@ -18,6 +18,7 @@ from xxhash import xxh3_64_digest
 from strandline.errors import WeightsError
 from strandline.file_forms import unread_weights, why_unreadable
 from strandline.picture_config import PREPROCESSOR_CONFIG, PROCESSOR_CONFIG
+from strandline.text_input import read_text
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -138,7 +139,7 @@ def _find_files(directory: Path) -> list[Path]:
             raise WeightsError(f"{directory} holds no model: {', '.join(path.name for path in files)} are not one")
         return [path for path in weights if SHARD.fullmatch(path.name)] or weights
     try:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = sorted(set(json.loads(read_text(index))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is not an index of weights files: {error!r}") from error
     for shard in shards:

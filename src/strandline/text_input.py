@@ -1,0 +1,68 @@
+"""Text that users give to commands, and that commands print: files, arguments and standard streams.
+
+Files are UTF-8 whatever the locale. Arguments and standard input have the locale's encoding, but UTF-8 where that is
+ASCII, which UTF-8 contains. Files and standard input may begin with a byte order mark and have line ends of any system.
+"""
+
+import json
+import os
+import sys
+from codecs import lookup
+from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, Final
+
+ENCODING: Final = "utf-8-sig"
+"""UTF-8 whose byte order mark, if there is one, is left out."""
+MARK: Final = "\ufeff"
+"""A byte order mark, decoded."""
+
+
+def read_text(path: str | Path) -> str:
+    """Return a file's text.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return Path(path).read_text(encoding=ENCODING)
+
+
+def json_lines(lines: Iterable[str]) -> Iterator[Any]:
+    r"""Yield the values of JSON lines, without blank lines.
+
+    Args:
+        lines: split at ``\n`` alone: ``str.splitlines`` also splits at characters that JSON texts may contain.
+    """
+    return (json.loads(line) for line in lines if line.strip())
+
+
+def read_stdin() -> str:
+    """Return all of standard input."""
+    return sys.stdin.read().removeprefix(MARK)
+
+
+def argument_text(argument: str) -> str:
+    """Return an argument of a command, read as UTF-8 if its bytes are no text in the locale's encoding."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        try:
+            return os.fsencode(argument).decode()
+        except UnicodeDecodeError:
+            return argument
+    return argument
+
+
+def open_standard_streams() -> None:
+    """Let the standard streams transfer every text, whatever the locale.
+
+    Bytes of standard input that are no text become surrogates, which requests refuse; characters that standard output
+    has no bytes for are written as escapes, as they are on standard error.
+    """
+    if isinstance(sys.stdin, TextIOWrapper):
+        encoding = "utf-8" if lookup(sys.stdin.encoding).name == "ascii" else sys.stdin.encoding
+        sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape", newline=None)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,0 +1,74 @@
+"""Text from files, arguments and standard streams in any locale."""
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strandline.bench.traces import read_trace
+from strandline.text_input import argument_text, json_lines, open_standard_streams, read_stdin, read_text
+
+MARK = b"\xef\xbb\xbf"
+PRINT_PROMPT = """
+from strandline.text_input import argument_text, open_standard_streams, read_stdin
+import sys
+open_standard_streams()
+print(ascii([argument_text(sys.argv[1]), read_stdin()]))
+print(chr(0xE9) + chr(0x1F600))
+"""
+
+
+@pytest.mark.parametrize("beginning", [b"", MARK], ids=["plain", "mark"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
+def test_files_of_any_system_hold_the_same_text(tmp_path: Path, beginning: bytes, end: bytes) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(beginning + "é😀".encode() + end + b"b" + end)
+    assert read_text(file) == "é😀\nb\n"
+
+
+def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_bytes(MARK + '{"a": "\u2028\u0085\x7f"}\r\n\r\n{"a": 2}'.encode())
+    assert list(json_lines(read_text(file).split("\n"))) == [{"a": "\u2028\u0085\x7f"}, {"a": 2}]
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_traces_have_marks_and_windows_line_ends(tmp_path: Path, name: str) -> None:
+    row = '{"timestamp": 0, "input_length": 4, "output_length": 2, "hash_ids": [1], "note": "\u2028"}'
+    data = MARK + f"{row}\r\n\r\n{row}\r\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert len(read_trace(tmp_path / name)) == 2
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C.UTF-8"},
+    ],
+    ids=["ascii", "ascii-streams", "utf-8"],
+)
+def test_prompts_are_utf_8_in_ascii_locales_and_answers_are_printed(locale: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT_PROMPT, "é😀".encode()],
+        input=MARK + "ü\r\n\x00".encode(),
+        capture_output=True,
+        env={**os.environ, **locale},
+        check=True,
+    )
+    given, printed = done.stdout.splitlines()
+    assert given == ascii(["é😀", "ü\n\x00"]).encode()
+    is_ascii = "PYTHONIOENCODING" in locale or "PYTHONUTF8" in locale
+    assert printed == (b"\\xe9\\U0001f600" if is_ascii else "é😀".encode())
+
+
+def test_bytes_that_are_no_text_become_surrogates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    open_standard_streams()
+    assert read_stdin() == "caf\udce9"
+    assert argument_text("caf\udce9") == "caf\udce9"
