@@ -143,6 +143,8 @@ def test_parameter_of_a_path_is_named_in_errors(server: ServerProcess) -> None:
         ("/v1/v1/messages", "/v1/messages"),
         ("/openai/v1/responses", "/v1/responses"),
         ("//v1/completions", "/v1/completions"),
+        ("/v1//completions", "/v1/completions"),
+        ("/V1/Chat/Completions", "/v1/chat/completions"),
         ("/openai/deployments/demo/chat/completions", "/v1/chat/completions"),
         ("/v1/health", "/health"),
         ("/" * 60_000, None),
@@ -165,6 +167,8 @@ def test_path_of_another_base_url_gets_the_right_one(server: ServerProcess, path
         ("/v1/conversations/conv_1/items", "send previous_response_id"),
         ("/v1/messages/batches", "send each request by itself"),
         ("/v1/files", "send their text in messages"),
+        ("/v1", "/v1 is the base URL of OpenAI's clients"),
+        ("/v1//", "/v1 is the base URL of OpenAI's clients"),
     ],
 )
 def test_path_that_is_not_served_says_what_to_do(server: ServerProcess, path: str, instead: str) -> None:

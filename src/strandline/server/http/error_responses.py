@@ -223,8 +223,10 @@ def _no_path(app: FastAPI, path: str) -> str:
     instead = next((text for each, text in NOT_SERVED.items() if f"{path}/".startswith(f"{each}/")), None)
     if instead is not None:
         return f"there is no path {path[:200]}: {instead}"
+    parts = [part.lower() for part in path.split("/") if part][-MAX_PARTS:]
+    if parts == ["v1"]:
+        return f"there is no path {path[:200]}: /v1 is the base URL of OpenAI's clients, which add a path to it"
     known = {route.path for route in app.routes if isinstance(route, Route)} - {"/"}
-    parts = path.split("/")[-MAX_PARTS:]
     ends = ("/" + "/".join(parts[first:]) for first in range(len(parts)))
     meant = next((each for end in ends for each in (end, f"/v1{end}") if each in known), None)
     if meant is None:
