@@ -81,6 +81,9 @@ class Parser(argparse.ArgumentParser):
         if reason is not None:
             parser.error(f"{name.split('=')[0]}: {reason}")
         known = list(parser._option_string_actions)
+        whole, _, field = name.split("=")[0].partition(".")
+        if field and whole in known:
+            parser.error(f"{whole}.{field}: fields are given together, as JSON: {whole} '{{\"{field}\": ...}}'")
         nearest = _nearest_flag(name.split("=")[0], known)
         parser.error(f"unknown argument {name}" + (f"; did you mean {nearest}?" if nearest else ""))
 

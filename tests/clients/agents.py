@@ -134,6 +134,7 @@ AGENTS = {
             num_pictures=2,
             picture_begins_turn=True,
         ),
+        Agent("copilot", "Copilot CLI", "bash", {**CAT, "description": "Read notes"}),
         Agent("aider", "aider", None, {}, NO_COSTS, edits="sends files with their current text"),
         Agent(
             "mini",
@@ -143,6 +144,7 @@ AGENTS = {
             NO_COSTS,
             last_call={"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"},
         ),
+        Agent("gptme", "gptme", "shell", CAT),
     )
 }
 

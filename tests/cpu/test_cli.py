@@ -54,6 +54,7 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["generate", "--dtype", "float8", "hi"], "invalid choice: 'float8'"),
         (["serve", "--dtype", "half"], "'float16'); use float16\n"),
         (["serve", "--kv-cache-dtype", "bfloat16"], "; use auto: keys and values have the dtype of activations"),
+        (["serve", "--speculative-config.method", "ngram"], "as JSON: --speculative-config '{\"method\": ...}'\n"),
         (["serve", "--log-level", "WARN"], "; did you mean 'warning'?\n"),
         (["nothing"], "invalid choice: 'nothing'"),
         (

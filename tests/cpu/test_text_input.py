@@ -53,7 +53,7 @@ def test_traces_have_marks_and_windows_line_ends(tmp_path: Path, name: str) -> N
     ],
     ids=["ascii", "ascii-streams", "utf-8"],
 )
-def test_prompts_are_utf_8_in_ascii_locales_and_answers_are_printed(locale: dict[str, str]) -> None:
+def test_prompts_are_utf_8_in_ascii_locales(locale: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PRINT_PROMPT, "é😀".encode()],
         input=MARK + "ü\r\n\x00".encode(),

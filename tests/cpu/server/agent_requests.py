@@ -368,6 +368,21 @@ AGENT_REQUESTS = {
         ),
         pictures="in a user message",
     ),
+    "copilot": AgentRequests(
+        {"User-Agent": "OpenAI/JS 5.20.1", "x-initiator": "agent", "x-stainless-helper-method": "stream", **STAINLESS},
+        Chat(
+            {
+                "model": "tiny",
+                "temperature": 0,
+                "top_p": 0.95,
+                "frequency_penalty": 0,
+                "presence_penalty": 0,
+                **STREAMED,
+            },
+            question=lambda text: f"<current_datetime>2026-11-29T09:53:10.394+00:00</current_datetime>\n\n{text}",
+            called=lambda call: {**null_content(call), "refusal": None},
+        ),
+    ),
     "aider": AgentRequests({"User-Agent": "OpenAI/Python 2.20.0", "X-Stainless-Async": "false"}, aider, edits=True),
     "mini": AgentRequests(
         {"User-Agent": "OpenAI/Python 3.57.0", "x-stainless-read-timeout": "600.0"},
@@ -379,6 +394,19 @@ AGENT_REQUESTS = {
                 "tool_call_id": call.identity,
                 "role": "tool",
             },
+        ),
+    ),
+    "gptme": AgentRequests(
+        {"User-Agent": "OpenAI/Python 2.54.0", "x-stainless-read-timeout": "600"},
+        Chat(
+            {"model": "tiny", "temperature": 0.0, "top_p": 0.1, **STREAMED},
+            first=[
+                {"role": "system", "content": text_part(text)}
+                for text in (SYSTEM, "# System Prompt Cache Boundary", "## Current Date\n\n**Local date:** 2026-11-29")
+            ],
+            question=text_part,
+            called=lambda call: {"role": "assistant", "tool_calls": [function_call(call)]},
+            result=lambda call: {"role": "tool", "content": text_part(call.result), "tool_call_id": call.identity},
         ),
     ),
     "open-webui": AgentRequests(

@@ -48,6 +48,13 @@ NOT_SERVED: Final[Mapping[str, str]] = {
     "/v1/responses/compact": "conversations are not compacted here; ask for a summary, and send it as input",
 }
 """Paths of the APIs of others that are not served, with those below them, and what to do instead."""
+_OPENAIS: Final = "set the client up for OpenAI's API, with /v1 as its base URL"
+FOREIGN_APIS: Final[Mapping[str, str]] = {
+    "/api": f"Ollama's API is not served; {_OPENAIS}",
+    "/v1beta": f"Google's API is not served; {_OPENAIS}",
+    "/generate": f"SGLang's own API is not served; {_OPENAIS}, or send tokens to /inference/v1/generate",
+}
+"""Where other APIs begin, and what to do instead."""
 ANTHROPIC_PATH: Final = "/v1/messages"
 _TEXT: Final = {"type": "string"}
 _TEXT_OR_NULL: Final = {"anyOf": [_TEXT, {"type": "null"}]}
@@ -220,8 +227,7 @@ def _no_path(app: FastAPI, path: str) -> str:
     """Return why there is no such path, or which one a client with another base URL means."""
     if (flag := app.state.flags_of_paths.get(path)) is not None:
         return f"{path} is served only with {flag}"
-    instead = next((text for each, text in NOT_SERVED.items() if f"{path}/".startswith(f"{each}/")), None)
-    if instead is not None:
+    if (instead := _below(path, NOT_SERVED)) is not None:
         return f"there is no path {path[:200]}: {instead}"
     parts = [part.lower() for part in path.split("/") if part][-MAX_PARTS:]
     if parts == ["v1"]:
@@ -229,9 +235,16 @@ def _no_path(app: FastAPI, path: str) -> str:
     known = {route.path for route in app.routes if isinstance(route, Route)} - {"/"}
     ends = ("/" + "/".join(parts[first:]) for first in range(len(parts)))
     meant = next((each for end in ends for each in (end, f"/v1{end}") if each in known), None)
-    if meant is None:
-        return f"there is no path {path[:200]}; GET /openapi.json describes all paths"
-    return f"there is no path {path[:200]}; did you mean {meant}? Check the client's base URL"
+    if meant is not None:
+        return f"there is no path {path[:200]}; did you mean {meant}? Check the client's base URL"
+    if (instead := _below(path, FOREIGN_APIS)) is not None:
+        return f"there is no path {path[:200]}: {instead}"
+    return f"there is no path {path[:200]}; GET /openapi.json describes all paths"
+
+
+def _below(path: str, texts: Mapping[str, str]) -> str | None:
+    """Return the text of a path, or of the first one above it."""
+    return next((text for each, text in texts.items() if f"{path}/".startswith(f"{each}/")), None)
 
 
 def _unparsed(cause: Exception, encoding: str) -> str:
