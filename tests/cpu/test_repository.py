@@ -276,8 +276,9 @@ def test_functions_and_files_are_short_or_say_why_not() -> None:
     assert found == set(LONG_FOR_A_REASON), "cut it up, or give the reason; strike out what is short again"
 
 
-def test_architecture_names_functions_that_exist() -> None:
-    assert undefined_names(TEXTS["docs/architecture.md"], SOURCES) == []
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_pages_name_functions_that_exist(page: str) -> None:
+    assert undefined_names(TEXTS[page], SOURCES) == []
 
 
 def test_functions_take_few_parameters_or_say_why_not() -> None:

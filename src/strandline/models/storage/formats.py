@@ -1,4 +1,13 @@
-"""The formats of quantised weights: how each is found in files, and how it stays quantised on a device."""
+"""The formats of quantised weights: how each is found in files, and how it stays quantised on a device.
+
+| format | weights in files | rows on a device |
+| --- | --- | --- |
+| FP8 with float32 scales | ``fp8.py`` | ``fp8_storage.py`` |
+| integers of 4 bits | ``four_bit.py`` | ``coded_storage.py`` |
+| NVFP4, MXFP4, MXFP8 | ``microscaled.py`` | ``coded_storage.py`` |
+
+``quantization_config.py`` reads which of them a configuration announces; the names of tensors are in ``layouts.py``.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
