@@ -215,11 +215,9 @@ class PrefixCache:
 
     def _try_pin(self, upper: Run, match: Match, tokens: TokenBuffer, step_tokens: int) -> bool:
         """Pin what the match uses if the remaining blocks and a slot can be allocated."""
-        whole = match.end.num_blocks
-        last = min(max(match.position + step_tokens, whole * BLOCK_TOKENS), max(len(tokens), 1))
-        num_blocks = max(-(-last // BLOCK_TOKENS) - whole, 0)
-        end = min(match.position + step_tokens, max(len(tokens), 1))
-        num_window_blocks = -(-end // BLOCK_TOKENS) - match.position // BLOCK_TOKENS
+        end_block = -(-min(match.position + step_tokens, max(len(tokens), 1)) // BLOCK_TOKENS)
+        num_blocks = max(end_block - match.end.num_blocks, 0)
+        num_window_blocks = end_block - match.position // BLOCK_TOKENS
         return self._memory.try_pin(upper, match, num_blocks, self._states.num_slots, num_window_blocks)
 
     def _fill_lease(self, lease: Lease, match: Match) -> None:
@@ -227,16 +225,17 @@ class PrefixCache:
         shared = lease.num_published * BLOCK_TOKENS
         lease.kv_start = max(shared, lease.computed)
         self._states.begin(lease, match)
-        if match.copied_run is not None:
-            self._copy_partial(lease, match.copied_run)
+        if (copied := match.copied_run) is not None:
+            self._copy_partial(lease, copied)
 
     def _plan_snapshots(self, lease: Lease, kv_tokens: int, marks: tuple[int, ...]) -> None:
         """Ask the placement at which positions the lease leaves snapshots."""
-        prompt = (lease.computed, len(lease.tokens), kv_tokens, marks)
+        start, end, data = lease.computed, len(lease.tokens), lease.tokens.data
+        size, may_probe = self.snapshot_blocks, self._publisher.may_probe(lease)
         num_spare_blocks = (self._allocator.num_free_slabs - self._num_reserved_slabs) * self._allocator.blocks_per_slab
-        room = (num_spare_blocks // max(self.snapshot_blocks, 1), self.snapshot_blocks * BLOCK_TOKENS)
-        may_probe = self._publisher.may_probe(lease)
-        lease.planned_cuts = self._placement.on_admission(Admission(*prompt, *room, may_probe, lease.tokens.data))
+        num_spare = num_spare_blocks // max(size, 1)
+        admission = Admission(start, end, kv_tokens, marks, num_spare, size * BLOCK_TOKENS, may_probe, data)
+        lease.planned_cuts = self._placement.on_admission(admission)
 
     def _copy_partial(self, lease: Lease, run: Run) -> None:
         """Give the lease its own copy of the block that it resumes in; unpin ``run``, which holds the original."""

@@ -156,9 +156,10 @@ class Lease:
         Raises:
             CacheInvariantError: it has not got all of them any more.
         """
-        if not all(x.covers(position) and position <= len(x.blocks) * BLOCK_TOKENS for x in self.windows):
-            raise CacheInvariantError(f"the window before {position} was freed")
-        return tuple(window.part_before(position) for window in self.windows)
+        for window in self.windows:
+            if not (window.covers(position) and position <= len(window.blocks) * BLOCK_TOKENS):
+                raise CacheInvariantError(f"the window before {position} was freed")
+        return tuple([window.part_before(position) for window in self.windows])
 
     def num_missing_window_blocks(self, end: int) -> int:
         """Return how many window blocks of each size it lacks for the tokens up to ``end``."""

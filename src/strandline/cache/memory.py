@@ -118,17 +118,21 @@ class CacheMemory:
             num_slots_left = allocator.max_slots - allocator.num_slots + self.num_evictable_slots
             num_blocks_left = allocator.max_block_slabs * size - 1 - allocator.num_blocks + self.num_evictable_blocks
             return num_slots <= num_slots_left and num_blocks <= num_blocks_left
-        num_slabs = num_slots + sum(size.num_missing_slabs(num_window_blocks) for size in self.windows)
+        num_slabs, num_in_windows = num_slots, 0
+        for window in self.windows:  # most caches have none: a generator would cost more than this loop
+            num_slabs += window.num_missing_slabs(num_window_blocks)
+            num_in_windows += window.allocator.num_blocks + num_window_blocks
         if num_blocks <= allocator.num_free_blocks and num_slabs <= allocator.num_free_slabs:
             return True
         slabs_for_slots = allocator.num_free_slabs + self.num_evictable_slots
         room = allocator.num_free_blocks + self.num_evictable_blocks + slabs_for_slots * size
-        if not num_slots and not any(size.allocator.num_blocks + num_window_blocks for size in self.windows):
+        if not num_slots and not num_in_windows:
             return num_blocks <= room  # slab 0 only holds blocks
         blocks_that_stay = allocator.num_blocks - self.num_evictable_blocks + num_blocks
         slots_that_stay = allocator.num_slots - self.num_evictable_slots + num_slots
         slabs_that_stay = allocator.num_slabs_for(blocks_that_stay) + slots_that_stay
-        slabs_that_stay += sum(size.num_slabs_with(num_window_blocks) for size in self.windows)
+        for window in self.windows:
+            slabs_that_stay += window.num_slabs_with(num_window_blocks)
         return slabs_that_stay <= allocator.num_slabs - 1
 
     # Taking
@@ -154,7 +158,7 @@ class CacheMemory:
         """
         num_blocks = int(position % BLOCK_TOKENS > 0)
         return tuple(
-            window.resumed(position, self._take_promised_window_blocks(window.size, num_blocks)) for window in windows
+            [window.resumed(position, self._take_promised_window_blocks(window.size, num_blocks)) for window in windows]
         )
 
     def _take_promised_window_blocks(self, size: WindowBlocks, num_blocks: int) -> "array[int]":
@@ -349,7 +353,7 @@ class CacheMemory:
     def offer(self, entry: Entry) -> None:
         """Put an entry into the eviction queue if it can be evicted now."""
         if can_evict(entry):
-            self._queue_of(entry).push(entry)
+            (self._queue if isinstance(entry, Snapshot) else self._block_queue).push(entry)
 
     def enter_snapshot(self, snapshot: Snapshot) -> None:
         """Account for a new snapshot of the index.
@@ -375,9 +379,6 @@ class CacheMemory:
         """Return whether those that can be evicted are in the queues; others never would be."""
         runs, snapshots = filter(can_evict, runs), filter(can_evict, snapshots)
         return all(run in self._block_queue for run in runs) and all(each in self._queue for each in snapshots)
-
-    def _queue_of(self, entry: Entry) -> EvictionQueue[Entry]:
-        return self._queue if isinstance(entry, Snapshot) else self._block_queue
 
     def evict(self) -> bool:
         """Evict the entry of least worth; return False if nothing can be evicted."""

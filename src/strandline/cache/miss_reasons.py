@@ -41,13 +41,13 @@ class MissReasons:
     def _account(self, tokens: TokenBuffer, salt: str, match: Match | None) -> Account:
         if match is None:
             return Account(len(tokens), 0, 0, None, tuple(self.beyond(tokens, salt, None)) if len(tokens) else ())
-        end, hit, snapshot = match.end, match.position, match.snapshot
+        queried, hit, kv_tokens, snapshot = len(tokens), match.position, match.end.kv_tokens, match.snapshot
         misses = list[Miss]()
-        if hit < end.kv_tokens:
-            misses.append(Miss(self._rule.why_not_deeper(match, tokens.data), hit, end.kv_tokens))
-        if end.kv_tokens < len(tokens):
-            misses.extend(self.beyond(tokens, salt, end))
-        return Account(len(tokens), hit, end.kv_tokens, snapshot.kind if snapshot else None, tuple(misses))
+        if hit < kv_tokens:
+            misses.append(Miss(self._rule.why_not_deeper(match, tokens.data), hit, kv_tokens))
+        if kv_tokens < queried:
+            misses.extend(self.beyond(tokens, salt, match.end))
+        return Account(queried, hit, kv_tokens, snapshot.kind if snapshot else None, tuple(misses))
 
     def beyond(self, tokens: TokenBuffer, salt: str, end: Walk | None) -> Iterator[Miss]:
         """Yield the reasons why the tokens after the end of the match are not cached."""

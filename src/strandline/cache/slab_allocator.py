@@ -99,12 +99,12 @@ class SlabAllocator:
         taken = array("i")
         while len(taken) < num_blocks and (self._free_in or self._open_slab()):
             slab, free = next(iter(self._free_in.items()))
-            num_kept = max(len(free) - num_blocks + len(taken), 0)
-            part, is_taken, first = free[num_kept:][::-1], self._taken_in[slab], slab * self.blocks_per_slab
+            missing = num_blocks - len(taken)
+            part, is_taken, first = free[: -missing - 1 : -1], self._taken_in[slab], slab * self.blocks_per_slab
             for block in part:
                 is_taken[block - first] = True
             taken += part
-            del free[num_kept:]
+            del free[-missing:]
             if not free:
                 del self._free_in[slab]
         self.num_free_blocks -= len(taken)

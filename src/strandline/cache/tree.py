@@ -103,8 +103,7 @@ class Snapshot:
     @property
     def is_in_child(self) -> bool:
         """Whether it is inside the first block of children of its run."""
-        num_blocks, tail = self.key
-        return bool(tail) and num_blocks == self.home.end_block
+        return self.key > (self.home.end_block, b"")
 
     @property
     def num_slots(self) -> int:
@@ -124,10 +123,11 @@ class Snapshot:
         The tokens after it in its block do not count when they serve no request and no other snapshot, as after the
         eviction of an answer's snapshot: that block is cached for this snapshot alone.
         """
-        run, (_, tail) = self.home, self.key
-        if not self.is_in_child:
-            return 1 if run.snapshot_after(self) is not None else min(len(run.child_keys), 2)
-        longer = [child for child in children_with_prefix(run, tail) if len(child.tokens) > len(tail)]
+        run, key = self.home, self.key
+        if key <= (own_end := (run.end_block, b"")):
+            is_last = bisect_right(run.keys, key) == bisect_right(run.keys, own_end)
+            return min(len(run.child_keys), 2) if is_last else 1
+        longer = [child for child in children_with_prefix(run, key[1]) if len(child.tokens) > len(key[1])]
         return 0 if len(longer) == 1 and _is_kept_for(longer[0], self) else len(longer)
 
     def replace(self, evicted: "Snapshot") -> None:
@@ -262,26 +262,33 @@ class Run:
 
     def snapshot_after(self, snapshot: Snapshot) -> Snapshot | None:
         """Return the next of its snapshots that is no further than the end of its last block, or None."""
-        index = bisect_right(self.keys, snapshot.key)
-        return self.snapshots[self.keys[index]] if index < self.num_own_snapshots else None
+        keys = self.keys
+        index = bisect_right(keys, snapshot.key)
+        is_own = index < len(keys) and keys[index] <= (self.end_block, b"")
+        return self.snapshots[keys[index]] if is_own else None
 
-    def snapshots_in(self, num_blocks: int, tokens: bytes) -> "Iterator[Snapshot]":
-        """Yield its snapshots at the start of the block after ``num_blocks``, or inside it, deepest first.
+    def deepest_key_on(self, num_blocks: int, tokens: bytes) -> SnapshotKey | None:
+        """Return the key of its deepest snapshot on a path through it, or None.
 
         Args:
-            tokens: what the block begins with, encoded.
+            num_blocks: whole blocks of the path, no more than up to the end of the run.
+            tokens: those after these, encoded.
         """
-        end = bisect_right(self.keys, (num_blocks, tokens))
+        keys = self.keys
+        end = bisect_right(keys, (num_blocks, tokens))
         while end:
-            key = self.keys[end - 1]
-            if key[0] < num_blocks:
-                return
-            if tokens.startswith(key[1]):
-                yield self.snapshots[key]
-                end -= 1
-            else:
-                num_same = common_tokens(key[1], tokens) * TOKEN_BYTES
-                end = bisect_right(self.keys, (num_blocks, tokens[:num_same]), hi=end - 1)
+            key = keys[end - 1]
+            if key[0] < num_blocks or tokens.startswith(key[1]):
+                return key
+            num_same = common_tokens(key[1], tokens) * TOKEN_BYTES
+            end = bisect_right(keys, (num_blocks, tokens[:num_same]), hi=end - 1)
+        return None
+
+    def snapshots_in(self, num_blocks: int, tokens: bytes) -> "Iterator[Snapshot]":
+        """Yield its snapshots inside the block after ``num_blocks``, which begins with ``tokens``, deepest first."""
+        while (key := self.deepest_key_on(num_blocks, tokens)) is not None and key[1] and key[0] == num_blocks:
+            yield self.snapshots[key]
+            tokens = key[1][:-TOKEN_BYTES]
 
     def append(self, tokens: bytes, blocks: "array[int]") -> None:
         """Append whole blocks to a run without children but perhaps a tail that these continue."""
@@ -289,12 +296,12 @@ class Run:
         self.blocks += blocks
         self.evicted_children.clear()
 
-    def ancestry(self) -> "Iterator[Run]":
-        """Yield this run, its parent, and so on up to the root."""
-        run: Run | None = self
-        while run is not None:
-            yield run
-            run = run.parent
+    def ancestry(self) -> "list[Run]":
+        """Return this run, its parent, and so on up to the root."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path
 
 
 Home = tuple[Run, SnapshotKey]
@@ -321,13 +328,8 @@ def deepest_snapshot_on(run: Run, num_blocks: int, tokens: bytes) -> Snapshot | 
         tokens: those after these, encoded.
     """
     while True:
-        if index := bisect_right(run.keys, (num_blocks, tokens)):
-            if run.keys[index - 1][0] == num_blocks:
-                for snapshot in run.snapshots_in(num_blocks, tokens):
-                    return snapshot
-                index = bisect_left(run.keys, (num_blocks, b""))
-            if index:
-                return run.snapshots[run.keys[index - 1]]
+        if run.keys and (key := run.deepest_key_on(num_blocks, tokens)) is not None:
+            return run.snapshots[key]
         if run.parent is None:
             return None
         num_blocks, tokens, run = run.start_block, run.first_key, run.parent
@@ -352,8 +354,8 @@ def deepest_snapshot_in_first_block(run: Run) -> Snapshot | None:
     parent = run.parent
     if parent is None or not parent.keys:
         return None
-    snapshot = next(parent.snapshots_in(run.start_block, run.first_key), None)
-    return snapshot if snapshot is not None and snapshot.is_in_child else None
+    key = parent.deepest_key_on(run.start_block, run.first_key)
+    return parent.snapshots[key] if key is not None and key > (parent.end_block, b"") else None
 
 
 def find_home(run: Run, data: bytearray, position: int) -> Home:
@@ -378,13 +380,10 @@ def child_with_prefix(run: Run, prefix: bytes) -> Run | None:
 def snapshots_that_need(run: Run) -> list[Snapshot]:
     """Return the snapshots of the parent whose tokens only the one block of a childless run holds."""
     parent = run.parent
-    if parent is None:
+    if parent is None or run.start_block < parent.end_block:
         return []
-    return [
-        snapshot
-        for snapshot in parent.snapshots_in(run.start_block, run.first_key)
-        if snapshot.is_in_child and children_with_prefix(parent, snapshot.key[1]) == [run]
-    ]
+    found = parent.snapshots_in(run.start_block, run.first_key)
+    return [snapshot for snapshot in found if children_with_prefix(parent, snapshot.key[1]) == [run]]
 
 
 def run_of_last_block(snapshot: Snapshot) -> Run | None:
@@ -395,7 +394,7 @@ def run_of_last_block(snapshot: Snapshot) -> Run | None:
 def path_blocks(run: Run) -> "array[int]":
     """Return the blocks of the path to the end of a run."""
     blocks = array("i")
-    for node in list(run.ancestry())[::-1]:
+    for node in run.ancestry()[::-1]:
         blocks += node.blocks
     return blocks
 

@@ -41,8 +41,8 @@ class Outcomes:
     def plus(self, other: "Outcomes", weight: float) -> "Outcomes":
         """Return the sum of these counts and ``weight`` times the other's."""
         return Outcomes(
-            (mine + weight * theirs for mine, theirs in zip(self.returns, other.returns, strict=True)),
-            (mine + weight * theirs for mine, theirs in zip(self.losses, other.losses, strict=True)),
+            [mine + weight * theirs for mine, theirs in zip(self.returns, other.returns, strict=True)],
+            [mine + weight * theirs for mine, theirs in zip(self.losses, other.losses, strict=True)],
         )
 
     def halve(self) -> None:
@@ -71,5 +71,5 @@ PRIOR_RATES: Final = Outcomes(PRIOR_RETURNS, PRIOR_LOSSES).rates()
 
 def next_bin_edge(age: int) -> int:
     """Return the age at which the bin of ``age`` ends; twice the age for the last bin."""
-    index = age_bin(age) + 1
+    index = bisect_right(BIN_EDGES, age)
     return BIN_EDGES[index] if index < len(BIN_EDGES) else 2 * age

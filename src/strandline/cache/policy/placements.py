@@ -191,7 +191,7 @@ def ladder(start: int, end: int) -> list[int]:
     if end - start < MIN_LADDER_TOKENS:
         return []
     rungs = set[int]()
-    octave = FIRST_RUNG
+    octave = max(FIRST_RUNG, 1 << start.bit_length() >> 1)  # the one that the start is in
     while octave < end:
         rungs.update(octave + part * octave // RUNGS_PER_OCTAVE for part in range(RUNGS_PER_OCTAVE))
         octave *= 2

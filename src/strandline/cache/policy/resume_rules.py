@@ -136,8 +136,9 @@ def _outside_pictures(end: Walk, data: bytearray) -> Walk:
 
     The first tokens of two pictures may be the same by chance, and what the index holds may end inside a picture.
     """
-    position = resumable_end(data, end.kv_tokens)
-    return end if position == end.kv_tokens else _ending_at(end, position)
+    kv_tokens = end.kv_tokens
+    position = resumable_end(data, kv_tokens)
+    return end if position == kv_tokens else _ending_at(end, position)
 
 
 def _ending_at(end: Walk, position: int) -> Walk:

@@ -102,6 +102,7 @@ class ReuseHistory:
         self._num_observed = 0
         self._num_halvings = 0
         self._resumes = list(PRIOR_RESUMES)
+        self._interior_odds = _interior_odds(self._resumes)
         self._refresh_at = 1
 
     def __len__(self) -> int:
@@ -188,7 +189,7 @@ class ReuseHistory:
         Without them mostly returns would be seen until ``MAX_PATHS`` others have departed, and a conversation that is
         over would look like one that is about to continue.
         """
-        seen = {key: outcomes.plus(Outcomes(), 0.0) for key, outcomes in self._outcomes.items()}
+        seen = {key: Outcomes(outcomes.returns, outcomes.losses) for key, outcomes in self._outcomes.items()}
         pooled = seen[ALL_BINS]
         index = len(BIN_EDGES) - 1  # paths are in the order of their departures
         stride = -(-len(self._paths) // MAX_PATHS_COUNTED) or 1
@@ -242,6 +243,7 @@ class ReuseHistory:
         """
         self._resumes = [RESUME_DECAY * count for count in self._resumes]
         self._resumes[point] += 1
+        self._interior_odds = _interior_odds(self._resumes)
 
     def answer_rate(self, past_bin: int, age: int) -> float:
         """Return the rate of uses of the end of an answer."""
@@ -253,16 +255,11 @@ class ReuseHistory:
 
     def interior_rate(self, past_bin: int, age: int) -> float:
         """Return the rate of uses of a snapshot inside one path: by rewinds, and by prompts that diverge there."""
-        return self._interior_odds() * max(self.rate(past_bin, age), PRIOR_RATES[age_bin(age)])
+        return self._interior_odds * max(self.rate(past_bin, age), PRIOR_RATES[age_bin(age)])
 
     def _end_share(self, end: int) -> float:
         """Return the share of an end of a path in the resumptions from either end."""
         return self._resumes[end] / (self._resumes[ANSWER_END] + self._resumes[PROMPT_END])
-
-    def _interior_odds(self) -> float:
-        """Return the odds of resuming inside a path, by which ``interior_rate`` scales the reuse rate."""
-        interior = self._resumes[INTERIOR]
-        return interior / (sum(self._resumes) - interior)
 
     def shared_rate(self, past_bin: int, age: int) -> float:
         """Return the rate of uses of a prefix that several paths share.
@@ -288,6 +285,12 @@ class ReuseHistory:
             self._refresh_at += min(1 + self._num_observed // 4, MAX_OBSERVATIONS_UNTIL_REFRESH)
             self._rates.clear()
             self._seen.clear()
+
+
+def _interior_odds(resumes: list[float]) -> float:
+    """Return the odds of resuming inside a path, by which ``interior_rate`` scales the reuse rate."""
+    interior = resumes[INTERIOR]
+    return interior / (sum(resumes) - interior)
 
 
 def _matches(fingerprint: Fingerprint, salt: str, data: bytearray) -> bool:

@@ -77,7 +77,7 @@ class LeasedSnapshots:
 
     def has_window(self, lease: Lease, position: int) -> bool:
         """Return whether a lease still has the window before a position."""
-        return all(window.covers(position) for window in lease.windows)
+        return not lease.windows or all(window.covers(position) for window in lease.windows)
 
     def drop_fallback(self, lease: Lease) -> bool:
         """Free a lease's fallback; return whether there was one."""

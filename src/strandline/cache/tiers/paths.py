@@ -33,5 +33,5 @@ def pieces(end: PathEnd, first: int = 0) -> list[Blocks]:
 
 def path_to(run: Run) -> tuple[str, bytes]:
     """Return the salt of a run's tree, and the tokens up to the run's end, encoded."""
-    path = list(run.ancestry())
+    path = run.ancestry()
     return path[-1].salt, b"".join(node.tokens for node in reversed(path))

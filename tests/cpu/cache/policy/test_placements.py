@@ -50,6 +50,14 @@ def test_ladder_is_sparse_and_on_the_grid(start: int, more: int) -> None:
     assert not rungs or more >= 512
 
 
+@given(st.integers(0, 300_000), st.integers(512, 300_000))
+@example(1023, 1024)
+@example(1024, 1024)
+def test_resumed_prompt_has_all_rungs_after_its_start(start: int, more: int) -> None:
+    rungs = [rung for rung in ladder(0, start + more) if rung > start]
+    assert set(rungs) <= set(ladder(start, start + more))
+
+
 @given(st.integers(512, 100_000))
 def test_prompt_without_its_last_block_has_a_rung_near(end: int) -> None:
     assert end - 128 <= max(rung for rung in ladder(0, end) if rung <= end - 64)
