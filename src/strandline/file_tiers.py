@@ -47,7 +47,9 @@ class ChosenTier:
 
 
 DISK: Final = FileTier("disk", "disk cache", "--disk-cache", "DIR", "100GiB", 0.0)
-OBJECTS: Final = FileTier("objects", "object store", "--object-store", "s3://BUCKET/PREFIX", "1TiB", 0.02)
+OBJECTS: Final = FileTier(
+    "objects", "object store", "--object-store", "s3://BUCKET/PREFIX or file:///DIR", "1TiB", 0.02
+)
 
 
 SHARED_DIRECTORY: Final = replace(OBJECTS, latency_s=0.0)

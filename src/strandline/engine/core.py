@@ -425,6 +425,7 @@ class EngineCore:
             num_events_published=self.event_feed.num_published if self.event_feed else 0,
             num_events_dropped=self.event_feed.num_dropped if self.event_feed else 0,
             tiers=list(self.loads.stats()),
+            shared_directory=None if self.discoveries is None else self.discoveries.catalog.use,
             num_snapshots_loaded=stats.loads.num_snapshots,
             num_blocks_loaded=stats.loads.num_blocks,
             hand_over=None if self.hand_over is None else self.hand_over.stats(),

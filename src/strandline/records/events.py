@@ -13,7 +13,7 @@ from strandline.records.account import Account
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.pictures import Picture, PictureSpan
 from strandline.records.plan import NewRequest, RoutedTokens, TokenLogprobs
-from strandline.records.tier_stats import TierStats
+from strandline.records.tier_stats import DirectoryUse, TierStats
 from strandline.records.transfer_params import TransferParams
 from strandline.specs import RoutingShape
 
@@ -228,6 +228,8 @@ class CoreStats:
     """Cache events that found the publisher's queue full."""
     tiers: list[TierStats] = field(default_factory=list)
     """Those below the device, nearest first."""
+    shared_directory: DirectoryUse | None = None
+    """None: the object store is no directory, or there is none."""
     num_snapshots_loaded: int = 0
     num_blocks_loaded: int = 0
     """None: there is none below the device."""

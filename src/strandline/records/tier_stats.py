@@ -4,6 +4,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class DirectoryUse:
+    """What a directory holds that engines share, of all models, engines and ranks."""
+
+    num_files: int
+    num_used_bytes: int
+    """In whole pages, files that are being written included."""
+    num_free_bytes: int
+    """What is left of its size."""
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """What a tier below the device stores, and what was loaded from it. Counters count from the start."""
 

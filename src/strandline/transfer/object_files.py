@@ -102,6 +102,9 @@ class ObjectFiles:
         """Return None: only a listing says whether there are other files."""
         return None
 
+    def measure(self) -> None:
+        """Return None: listing all folders of a bucket would take long."""
+
     def set_used(self, name: str, used_s: float) -> None:
         """Do nothing: a bucket's rules know no uses."""
 

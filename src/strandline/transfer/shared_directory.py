@@ -16,14 +16,17 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from errno import ENOSPC
+from errno import ENOSPC, EPERM
 from pathlib import Path
 from secrets import token_hex
 from typing import Final, NamedTuple
 
 from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import ConfigError, cause_of
+from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
+from strandline.records.tier_stats import DirectoryUse
+from strandline.records.tokens import BLOCK_KEY_BYTES
 from strandline.transfer.bucket import ObjectInfo
 from strandline.transfer.checksum import Buffer
 from strandline.transfer.disk_files import ALIGN_BYTES, MODE, DamagedFileError, Header, read_header, write_items
@@ -43,6 +46,7 @@ FOLDER: Final = re.compile(r"[0-9a-f]{32}")
 UNFINISHED: Final = re.compile(rf"{FILE_NAME.pattern}\.[0-9a-f]{{16}}\.tmp")
 FREED_SHARE: Final = 16
 """When the directory is full, this part of its size is freed at once, so that files are seldom counted."""
+MAX_FILE_BYTES: Final = 64 * 2**20
 UNUSED_NS: Final = 2**63
 """Instead of the time of last use: the file is being written."""
 OTHERS: Final = 0o077
@@ -68,13 +72,12 @@ class SharedDirectory:
         max_bytes: size of the directory over all layouts.
 
     Attributes:
-        max_file_bytes: most bytes of blocks in a file.
+        max_file_bytes: most bytes of blocks in a file: a small part of the directory.
         num_threads: how many read and write at once.
         refresh_s: time from one listing to the next, if no file is new or gone.
         look_s: time from one look at ``stamp`` to the next.
     """
 
-    max_file_bytes: Final = 64 * 2**20
     num_threads: Final = 4
     refresh_s: Final = 2.0
     look_s: Final = 0.5
@@ -83,6 +86,7 @@ class SharedDirectory:
         self, root: Path, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int], max_bytes: int
     ) -> None:
         self._root, self._max_bytes = root, max_bytes
+        self.max_file_bytes = min(MAX_FILE_BYTES, max_bytes // FREED_SHARE)
         self._contents = FileContents(dict(layout), "", block_bytes, snapshot_sizes)
         folder, self._layout = folder_of(layout)
         self.folder = root / folder
@@ -92,16 +96,14 @@ class SharedDirectory:
         """Create the directory, and write what the folder is of.
 
         Raises:
-            ConfigError: the directory is another user's or is readable by others, or its file system is too small.
+            ConfigError: the directory is another user's or is readable by others, or it has no room for an entry, or
+                its file system none for it.
             OSError: it cannot be read or written.
         """
+        self._require_room_for_entry()
+        if (fault := self._fault()) is not None:
+            raise ConfigError(f"--object-store file://{self._root} {fault}")
         self._create()
-        status = os.lstat(self._root)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & OTHERS:
-            raise ConfigError(
-                f"--object-store file://{self._root} must be a directory of this user that no other user can read; "
-                f"give a new one, or run: chmod 700 {self._root}"
-            )
         room = os.statvfs(self._root)
         if self._max_bytes > room.f_blocks * room.f_frsize:
             raise ConfigError(
@@ -109,11 +111,50 @@ class SharedDirectory:
                 f"{room.f_blocks * room.f_frsize:,} bytes; lower it, or enlarge the file system (a container's "
                 "/dev/shm with --shm-size)"
             )
-        (self.folder / LAYOUT).write_bytes(self._layout)
+
+    def _require_room_for_entry(self) -> None:
+        """Raise a ConfigError if there is no room for the file of a snapshot and that of a block."""
+        block_bytes, sizes, blocks = self._contents.block_bytes, self._contents.snapshot_sizes, StoredBlocks(0, (1,))
+        path = StoredPath("", bytes(BLOCK_KEY_BYTES), blocks, 2, 3, SnapshotKind.PROMPT_END, 0, is_shared=False)
+        files = ((blocks, (block_bytes,)), (None, (max(sizes, default=0), block_bytes)))
+        headers = [self._contents.new_header(path, *each) for each in files]
+        least_bytes = sum(_rounded(header.offsets()[-1]) for header in headers)
+        if self._max_bytes < least_bytes:
+            raise ConfigError(
+                f"--object-store-size of {self._max_bytes:,} bytes has no room for the files of a snapshot and a block "
+                f"of this model; give at least {least_bytes:,} bytes, and much more for a host tier of use"
+            )
+
+    def _fault(self) -> str | None:
+        """Return what is wrong with the directory, and what to do; None: it can be used, or is not there."""
+        try:
+            status = os.lstat(self._root)
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISDIR(status.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "a file"
+            return f"is {kind}, not a directory; give a directory, which is created if it is not there"
+        if status.st_uid != os.geteuid():
+            return "belongs to another user; give a new directory"
+        if stat.S_IMODE(status.st_mode) & OTHERS:
+            names = [name for name in os.listdir(self._root) if name != LOCK and not FOLDER.fullmatch(name)]
+            if names or self._root.is_mount():
+                return "can be read by other users and is not for this alone; give a new directory, such as one in it"
+            return f"can be read by other users; give a new directory, or run: chmod 700 {self._root}"
+        return None
 
     def _create(self) -> None:
+        """Create the directory and the folder, also where they have been removed meanwhile.
+
+        Raises:
+            OSError: they cannot be created, or the directory is another user's.
+        """
+        if (fault := self._fault()) is not None:
+            raise PermissionError(EPERM, f"--object-store file://{self._root} {fault}")
         for path in (self._root, self.folder):  # each with its own mode, which parents do not get
             os.makedirs(path, mode=0o700, exist_ok=True)
+        if not (self.folder / LAYOUT).exists():
+            (self.folder / LAYOUT).write_bytes(self._layout)
 
     def list(self) -> list[ObjectInfo]:
         """Return all files of the folder that are whole; none, if it has been removed.
@@ -136,6 +177,18 @@ class SharedDirectory:
             return os.stat(self.folder).st_mtime_ns
         except OSError:
             return None
+
+    def measure(self) -> DirectoryUse:
+        """Return what the directory holds, over all layouts."""
+        sizes = list[int]()
+        with suppress(FileNotFoundError):
+            for folder in filter(FOLDER.fullmatch, os.listdir(self._root)):
+                with suppress(FileNotFoundError), os.scandir(self._root / folder) as entries:
+                    for entry in entries:
+                        if FILE_NAME.match(entry.name):
+                            with suppress(FileNotFoundError):
+                                sizes.append(_rounded(entry.stat(follow_symlinks=False).st_size))
+        return DirectoryUse(len(sizes), sum(sizes), max(self._max_bytes - sum(sizes), 0))
 
     def set_used(self, name: str, used_s: float) -> None:
         """Set the time of a file's last use, if it is there."""
@@ -235,6 +288,8 @@ class SharedDirectory:
         """
         header = read_header(file)
         self._contents.require_same(header)
+        if os.fstat(file).st_uid != os.geteuid():
+            raise DamagedFileError("it belongs to another user")
         if name_of(header) != name:
             raise DamagedFileError("it has the content of another file")
         return self._contents.whole_part(header, os.fstat(file).st_size)

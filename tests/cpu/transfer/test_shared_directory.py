@@ -10,6 +10,7 @@ import pytest
 from strandline.errors import ConfigError
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
+from strandline.records.tier_stats import DirectoryUse
 from strandline.records.tokens import encode
 from strandline.transfer import shared_directory
 from strandline.transfer.shared_directory import SharedDirectory
@@ -171,14 +172,65 @@ def test_a_removed_directory_is_created_again(tmp_path: Path) -> None:
     files._root.rmdir()
     file = write(files, 2)
     assert names(files) == {file.name}
+    assert (files.folder / "layout.json").exists()
     assert (files._root.stat().st_mode | files.folder.stat().st_mode) & 0o077 == 0
 
 
-def test_directories_of_others_and_sizes_without_room_are_refused(tmp_path: Path) -> None:
+def test_sizes_without_room_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="more than the file system"):
         opened(tmp_path, 2**60)
-    (tmp_path / "shared").chmod(0o755)
-    with pytest.raises(ConfigError, match="no other user can read"):
+    with pytest.raises(ConfigError, match="give at least 45,056 bytes"):
+        opened(tmp_path, 45_055)
+    files = opened(tmp_path, 45_056)
+    data = encode([1] * 64 + [2])
+    path = StoredPath("tree", data, StoredBlocks(0, (1,)), 2, 3, SnapshotKind.PROMPT_END, 3, is_shared=True)
+    for blocks, sizes in ((path.blocks, (BLOCK_BYTES,)), (None, (SNAPSHOT_BYTES, BLOCK_BYTES))):
+        files.write(files.new_file(path, blocks, sizes), [[bytes(size)] for size in sizes])
+    assert len(names(files)) == 2
+
+
+def test_directory_is_measured_over_all_models(tmp_path: Path) -> None:
+    first, second = opened(tmp_path), opened(tmp_path, weights="two")
+    write(first, 1)
+    write(second, 2)
+    (second.folder / "something else").touch()
+    assert second.measure() == DirectoryUse(2, 2 * FILE_BYTES, 10**6 - 2 * FILE_BYTES)
+
+
+def test_small_directory_holds_several_of_the_largest_files(tmp_path: Path) -> None:
+    assert opened(tmp_path, 160_000).max_file_bytes == 10_000
+    assert opened(tmp_path, 2**31).max_file_bytes == 64 * 2**20
+
+
+def test_directories_that_are_of_no_use_are_refused_untouched(tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    root.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="can be read by other users; give a new directory, or run: chmod 700"):
+        opened(tmp_path)
+    (root / "another").touch()
+    with pytest.raises(ConfigError, match="is not for this alone; give a new directory, such as one in it"):
+        opened(tmp_path)
+    assert [each.name for each in root.iterdir()] == ["another"]
+    root.rename(tmp_path / "other")
+    root.symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="is a symbolic link, not a directory"):
+        opened(tmp_path)
+    root.unlink()
+    root.touch()
+    with pytest.raises(ConfigError, match="is a file, not a directory"):
+        opened(tmp_path)
+
+
+def test_what_other_users_put_there_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = opened(tmp_path)
+    file = write(files, 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert list(files.headers([file.name])) == [None]
+    with pytest.raises(LostItemsError, match="belongs to another user"):
+        read(files, file.name)
+    with pytest.raises(OSError, match="belongs to another user; give a new directory"):
+        write(files, 2)
+    with pytest.raises(ConfigError, match="belongs to another user; give a new directory"):
         opened(tmp_path)
 
 

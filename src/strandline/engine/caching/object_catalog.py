@@ -22,6 +22,7 @@ from strandline.device.stores.lower_stores import open_object_files
 from strandline.errors import ConfigError, cause_of
 from strandline.file_tiers import DISK, OBJECTS
 from strandline.records.actions import FoundFile
+from strandline.records.tier_stats import DirectoryUse
 from strandline.transfer.disk_files import Header
 from strandline.transfer.object_files import ObjectFiles
 from strandline.transfer.shared_directory import SharedDirectory
@@ -38,6 +39,8 @@ FIRST_ADDRESS: Final = 2**48
 """Addresses of what is found begin here; the numbers of what the engine stores itself stay below."""
 MAX_PATHS: Final = 8
 """Most paths that enter or leave the tier between two steps: each takes time in proportion to its length."""
+MEASURE_EVERY_S: Final = 5.0
+"""Minimum interval between two measurements of a directory, which take as long as a listing of all folders."""
 CATCH_UP_S: Final = 0.1
 """Longest time for which a request waits, after the engine was idle, for what has been found meanwhile."""
 STEP_S: Final = 1e-6
@@ -81,6 +84,9 @@ class ObjectCatalog:
         """By name of each file that could not be read: the number of the attempt. Others come first."""
         self._used_s: dict[str, float] = {}
         """By name of each file: when it was used last, at the last listing."""
+        self.use: DirectoryUse | None = None
+        """What a directory held when it was last measured."""
+        self._measured_s = float("-inf")
         self._attempts = count()
         self._addresses = count(FIRST_ADDRESS)
         self._lost: deque[LostPath] = deque()
@@ -139,6 +145,8 @@ class ObjectCatalog:
             else:
                 self._enter(name, header, max(time.time() - modified_s[name], 0.0))
         self._use_beginnings(modified_s)
+        if SYSTEM_CLOCK() >= self._measured_s + MEASURE_EVERY_S:
+            self.use, self._measured_s = self._files.measure(), SYSTEM_CLOCK()
         with self._lock:
             if self._lost or self._gone or self._entering or self._known.num_new:
                 os.eventfd_write(self._news, 1)

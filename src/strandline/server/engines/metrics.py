@@ -319,6 +319,12 @@ class _EngineFamilies:
             sizes = [(tier.num_used_bytes, tier.num_free_bytes) for tier in tiers if tier.name == name]
             used = dict(zip(("used", "free"), sizes[0], strict=True)) if sizes else {}
             yield self._gauge(gauge, text, used, "state")
+        use = stats.shared_directory
+        text = "Directory of the object store, over all models and engines that share it."
+        of_directory = {} if use is None else {"used": use.num_used_bytes, "free": use.num_free_bytes}
+        yield self._gauge("object_store_directory_bytes", text, of_directory, "state")
+        text = "Files in the directory of the object store."
+        yield self._gauge("object_store_directory_files", text, {} if use is None else {"": use.num_files})
         totals = {
             "snapshots_demoted": ("Snapshots evicted to a tier.", "num_snapshots_demoted"),
             "blocks_demoted": ("Blocks evicted to a tier.", "num_blocks_demoted"),
