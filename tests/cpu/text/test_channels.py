@@ -55,6 +55,14 @@ def test_calls_of_built_in_tools_are_reasoning() -> None:
     assert parse("<|channel|>analysis to=python code<|message|>1 + 1<|call|>").reasoning == "1 + 1"
 
 
+def test_content_says_where_it_was_read() -> None:
+    answer = ANSWER.removesuffix("<|call|>") + "<|end|><|start|>assistant" + FINAL
+    parser = OutputParser(ChannelParser(takes_calls=False))
+    segments = [*parser.feed(answer), *parser.finish()]
+    read = [answer[start:end] for segment in segments for start, end in segment.spans]
+    assert read == ["Let me see.", "weather", '{"city": "Rome"}', "It rains."]
+
+
 def test_calls_are_content_where_there_are_no_tools() -> None:
     assert parse(ANSWER, takes_calls=False).content == 'Let me see.\nweather {"city": "Rome"}'
 
