@@ -230,13 +230,15 @@ class Runner:
             self._pending.remember(row_of, None if step.verification else chosen.tokens_R)
             drafts = self._draft(step, hidden_XE, chosen)
             wanted = [each.plan_index for each in step.wanted]
+            # A drafter's features may follow the model's own.
+            own_XE = hidden_XE[:, : self.model.embedding_size]
             is_short = step.captured is None and 0 < plan.num_tokens <= LAUNCH_BOUND_TOKENS
             return StepInFlight(
                 plan.sequences,
                 chosen,
                 drafts,
                 prompt_logprobs=fetch_prompt_logprobs(step, hidden_XE, self.model.logits, self._states, self.kernels),
-                hidden_states=(wanted, hidden_XE[indices.wanted_rows]) if wanted else None,
+                hidden_states=(wanted, own_XE[indices.wanted_rows]) if wanted else None,
                 routed=fetch_routed(plan.sequences, self._memory.routing, self._states),
                 transfers=self.transfers,
                 device=self.device,

@@ -126,6 +126,25 @@ def test_drafts_after_hits_are_those_of_the_reference(make: MakeLLM, reference: 
     check_drafts(reference, drafted)
 
 
+def hidden_states(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Return the final hidden states of prompts, as embeddings are made of."""
+    params, found = SamplingParams(temperature=0, max_tokens=1, returns_hidden_state=True), list[torch.Tensor]()
+    for prompt in prompts:
+        llm.engine.add_request("embedded", prompt, params)
+        for event in llm.engine.core.step().tokens:
+            assert event.hidden_state is not None
+            found.append(torch.frombuffer(bytearray(event.hidden_state), dtype=torch.float32))
+        llm.engine.abort("embedded")
+    return found
+
+
+def test_hidden_states_that_are_returned_are_the_models_alone(make: MakeLLM, model: Path) -> None:
+    prompts = [prompt for count in (5, 70) for prompt in [tokens(count, seed=count)] * 2]
+    with LLM(str(model), memory="32MiB", device="cpu", skip_tokenizer_init=True) as plain:
+        expected = hidden_states(plain, prompts)
+    torch.testing.assert_close(hidden_states(make(), prompts), expected)
+
+
 def test_drafts_after_loads_from_disk_are_those_of_the_reference(
     make: MakeLLM, reference: EagleReference, tmp_path: Path
 ) -> None:
