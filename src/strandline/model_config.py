@@ -212,7 +212,7 @@ def _read_rope(fields: Fields) -> dict[str, Any]:
 
     Null as ``rope_theta`` among the parameters stays: it means that positions are not embedded.
     """
-    parameters = fields.value("rope_parameters") or {}
+    parameters = {} if fields.value("rope_parameters") is None else fields.value("rope_parameters")
     if not isinstance(parameters, Mapping):
         fields.reject("rope_parameters", "an object")
     rope = {name: value for name, value in parameters.items() if value is not None or name == "rope_theta"}
@@ -253,7 +253,8 @@ def find_architecture(names: Sequence[str] | None, model_type: Any = None) -> st
         ConfigError: none is supported; the message lists the supported ones and the nearest: by its layers where they
             are known, else by name.
     """
-    names = [str(name) for name in names] if isinstance(names, list) else []
+    if not (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names))):
+        raise ConfigError(f"config.json: architectures is {names!r:.100}; it must be a list of names")
     if not names:
         names = [name for name, architecture in SUPPORTED.items() if model_type in architecture.model_types]
     for name in names:

@@ -8,7 +8,7 @@ to: beside the model there is never more than one of them.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +46,9 @@ QuantizedWeights = Mapping[str, tuple[int, PublishedWeight]]
 
 SENT = "what was sent"
 """Where tensors come from that are in no file."""
+
+CHECKED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that are not quantised."""
 
 MAX_NAMES = 5
 """Maximum number of tensors listed in an error; further ones are counted."""
@@ -176,9 +179,12 @@ def _fill(
             storage = _new_storage(model, targets, formats, storable, storage_device)
             targets = dict(model.targets(_names(holders, quantized)))  # where memory now is
         by_tensor = {weight.tensors[0]: name for name, weight in weights.items()}
+        extremes = list[tuple[Path, str, Tensor]]()
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not filling.progress):
             for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
                 _fill_one(name, weights[name], targets[name], storage, filling.rounded_to)
+                extremes += [(file.path, name, each) for each in _extremes(name, targets[name], storage)]
+        _require_finite(extremes)
         if storage is not None:
             storage.finish()
     used = {name for name in quantized if name in targets and targets[name].pieces}
@@ -288,6 +294,31 @@ def _fill_one(
         storage.fill(name, opened, dtype)
     else:
         target.copy_from(lambda index: opened.read(index, dtype))
+
+
+def _extremes(name: str, target: Target, storage: QuantizedStorage | None) -> Iterator[Tensor]:
+    """Yield what ``_require_finite`` reads of a weight that is not stored quantised: least and greatest number.
+
+    They stay where the weight is: to read each of them at once would wait for the device.
+    """
+    if storage is not None and name in storage.names:
+        return
+    for part in (part for piece in target.pieces for part in piece.parts):
+        if part.dtype in CHECKED_DTYPES and part.numel() and not part.is_meta:
+            least, greatest = part.aminmax()
+            # Minus infinity turns off what a number of a vector stands for: an expert, a sink, a decay.
+            yield torch.stack((greatest if part.dim() < 2 else least, greatest)).float()
+
+
+def _require_finite(extremes: Sequence[tuple[Path, str, Tensor]]) -> None:
+    """Raise a WeightsError if a weight is not finite: all answers would be errors."""
+    if not extremes:
+        return
+    found = torch.stack([each.cpu() for _, _, each in extremes])
+    for index in (~found.isfinite().all(dim=1)).nonzero().flatten().tolist():
+        path, name, _ = extremes[index]
+        what = "NaN" if bool(found[index].isnan().any()) else "infinity"
+        raise WeightsError(f"{path}: {name} holds {what} once it is loaded; weights must be finite numbers")
 
 
 def _fill_storage_randomly(

@@ -29,6 +29,8 @@ LOGGER: Final = logging.getLogger(__name__)
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+SPECIAL_TOKENS: Final = "special_tokens_map.json"
+CHAT_TEMPLATE: Final = "chat_template.jinja"
 PROCESSOR_TEMPLATE: Final = "chat_template.json"
 """The chat template of models that also read images, as earlier releases of transformers wrote it."""
 
@@ -121,13 +123,18 @@ def load_tokenizer(name: str) -> Any:
 
 def _why_no_tokenizer(directory: Path, fault: str) -> str:
     """Return why a directory has no tokenizer: the file that cannot be read or is missing, else the fault."""
-    for path in (directory / TOKENIZER, directory / TOKENIZER_CONFIG):
+    for path in (directory / TOKENIZER, directory / TOKENIZER_CONFIG, directory / SPECIAL_TOKENS):
         try:
             if path.is_file():
                 read_json_object(path)
         except ConfigError as error:
             return str(error)
-    return fault if (directory / TOKENIZER).is_file() else f"{TOKENIZER} is missing ({fault})"
+    try:
+        if (directory / CHAT_TEMPLATE).is_file():
+            (directory / CHAT_TEMPLATE).read_text("utf-8")
+    except ValueError as error:
+        return f"{directory / CHAT_TEMPLATE} cannot be read as text: {error}"
+    return f"{TOKENIZER}: {fault}" if (directory / TOKENIZER).is_file() else f"{TOKENIZER} is missing ({fault})"
 
 
 def _load_class(directory: Path) -> Callable[..., Any]:

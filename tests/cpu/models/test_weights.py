@@ -373,7 +373,76 @@ def test_a_missing_shard_is_named(changed: Callable[..., Path]) -> None:
         load_float32(directory)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+DECAY = "model.layers.0.linear_attn.A_log"
+UNREAD = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+def with_number(name: str, value: float) -> Change:
+    """Return what changes one number of a tensor."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors.setdefault(name, torch.ones(4)).view(-1)[-1] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(QUERY, torch.nan), (QUERY, torch.inf), (QUERY, -torch.inf), (DECAY, torch.nan), (DECAY, torch.inf)],
+)
+def test_a_weight_that_is_not_finite_is_named(changed: Callable[..., Path], name: str, value: float) -> None:
+    found = "NaN" if value != value else "infinity"
+    with pytest.raises(WeightsError, match=rf"model\.safetensors: {re.escape(name)} holds {found}"):
+        load_float32(changed(with_number(name, value)))
+
+
+def test_a_number_too_large_for_the_dtype_is_named(changed: Callable[..., Path]) -> None:
+    directory = changed(with_number(QUERY, 1e5))
+    load_float32(directory)
+    with pytest.raises(WeightsError, match=rf"{re.escape(QUERY)} holds infinity"):
+        load_model(directory, ModelOptions(dtype=torch.float16))
+
+
+@pytest.mark.parametrize(("name", "value"), [(DECAY, -torch.inf), (UNREAD, torch.nan)])
+def test_infinite_decays_and_unread_numbers_load(changed: Callable[..., Path], name: str, value: float) -> None:
+    load_float32(changed(with_number(name, value)))
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (256, 32), (4096,), (1, 128, 32), ()])
+def test_every_other_shape_is_refused(changed: Callable[..., Path], shape: tuple[int, ...]) -> None:
+    wanted = rf"{re.escape(QUERY)} has shape {re.escape(str(list(shape)))}, the configuration asks for \[128, 32\]"
+    with pytest.raises(WeightsError, match=wanted):
+        load_float32(changed(lambda tensors: tensors.update({QUERY: torch.zeros(shape)})))
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_the_index_chooses_among_repeated_tensors(changed: Callable[..., Path], *, has_index: bool) -> None:
+    directory = changed(lambda _: None)
+    index = split_into_shards(directory)
+    holder = json.loads(index.read_text())["weight_map"][QUERY]
+    for path in sorted(directory.glob("model-*.safetensors")):
+        if path.name != holder:
+            save_file({**load_file(path), QUERY: torch.zeros(1)}, path)
+    if has_index:
+        assert_right(directory, "qwen3_5")
+        return
+    index.unlink()
+    with pytest.raises(WeightsError, match=rf"{re.escape(QUERY)} is in model-00001\S+ and model-00002\S+ and model-0"):
+        load_float32(directory)
+
+
+def test_a_missing_shard_is_named_without_an_index(changed: Callable[..., Path]) -> None:
+    directory = changed(lambda _: None)
+    split_into_shards(directory).unlink()
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"file 2 of model-…-of-00003\.safetensors is missing"):
+        load_float32(directory)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "{}"]
+)
 def test_a_broken_index_is_named(changed: Callable[..., Path], text: str) -> None:
     directory = changed(lambda _: None)
     split_into_shards(directory).write_text(text)

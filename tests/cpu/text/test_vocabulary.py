@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from strandline.errors import ConfigError
 from strandline.text.model_files import DEMO_DIRECTORY
 from strandline.text.vocabulary import load_tokenizer
+from tests.cpu.engine.tokenizers import byte_tokenizer
 
 TEXT = "<|im_start|>user\n  Wie viel ist 12+30?\n\n\tπ ≈ 3.14 🙂<|im_end|>\n"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 + 30?"}]
@@ -185,6 +186,7 @@ def test_vocabularies_of_older_files_are_read_by_the_class_named(
         ({"tokenizer_config.json": ["a list"], "config.json": {}}, "must be a JSON object"),
         ({"tokenizer.json": {"model": 3}}, "no tokenizer in"),
         ({"tokenizer.json": 3}, r"tokenizer\.json must be a JSON object, got 3; name one with --tokenizer"),
+        ({"tokenizer.json": {}}, r"tokenizer\.json: KeyError: 'added_tokens'; name one with --tokenizer"),
     ],
     ids=str,
 )
@@ -194,6 +196,21 @@ def test_directories_without_a_tokenizer_are_refused(tmp_path: Path, files: dict
     with pytest.raises(ConfigError, match=message) as raised:
         load_tokenizer(str(tmp_path))
     assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("special_tokens_map.json", b"[]", r"special_tokens_map\.json must be a JSON object, got \[\]"),
+        ("special_tokens_map.json", b"{", r"special_tokens_map\.json cannot be read as JSON"),
+        ("chat_template.jinja", b"\xff", r"chat_template\.jinja cannot be read as text"),
+    ],
+)
+def test_broken_files_beside_a_tokenizer_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"no tokenizer in .*{message}"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_name_of_neither_directory_nor_hub_is_refused() -> None:

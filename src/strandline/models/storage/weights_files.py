@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from strandline.text_input import read_text
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
-SHARD: Final = re.compile(r".*-\d+-of-\d+\.safetensors")
+SHARD: Final = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 OTHER_FILES: Final = re.compile("(adapter|consolidated|optimizer|scheduler|training)[._-]")
 """Matches names of files that adapters, other loaders and trainers put next to a model's weights."""
 
@@ -37,8 +37,8 @@ class WeightsFile:
 
     path: Path
     _opened: Any
-    _renamed: Mapping[str, str] = field(default_factory=dict)
-    """Names in the file by those that differ from them here."""
+    _renamed: Mapping[str, str] | None = None
+    """Names in the file by those that they have here; None: the same ones."""
     _left_out: frozenset[str] = frozenset()
 
     def renamed(self, names: Mapping[str, str]) -> "WeightsFile":
@@ -52,8 +52,8 @@ class WeightsFile:
 
     def names(self) -> list[str]:
         """Return the names of its tensors."""
-        names: list[str] = self._opened.keys()
-        return [name for name in list(self._renamed) or names if name not in self._left_out]
+        names = self._opened.keys() if self._renamed is None else self._renamed
+        return [name for name in names if name not in self._left_out]
 
     def shape(self, name: str) -> list[int]:
         """Return a tensor's shape; does not read it."""
@@ -69,20 +69,40 @@ class WeightsFile:
         if index:
             part: Tensor = self._slice(name)[index]
             return part
-        tensor: Tensor = self._opened.get_tensor(self._renamed.get(name, name))
+        tensor: Tensor = self._opened.get_tensor(self._published(name))
         return tensor
 
     def _slice(self, name: str) -> Any:
-        return self._opened.get_slice(self._renamed.get(name, name))
+        return self._opened.get_slice(self._published(name))
+
+    def _published(self, name: str) -> str:
+        return name if self._renamed is None else self._renamed[name]
 
 
 def open_files(directory: Path, stack: ExitStack) -> list[WeightsFile]:
     """Open the weights files of a directory until the stack is closed.
 
     Raises:
-        WeightsError: there is none, or one is missing or no safetensors file.
+        WeightsError: there is none, or one is missing or no safetensors file, or two have the same tensor, and no index
+            says which of them is read.
     """
-    return [WeightsFile(path, stack.enter_context(_open(path))) for path in _find_files(directory)]
+    files = [WeightsFile(path, stack.enter_context(_open(path))) for path in _find_files(directory)]
+    shards_of = dict[str, list[str]]()
+    for file in files:
+        for name in file.names():
+            shards_of.setdefault(name, []).append(file.path.name)
+    repeated = {name: shards for name, shards in shards_of.items() if len(shards) > 1}
+    if not repeated:
+        return files
+    index = directory / INDEX_NAME
+    chosen = _read_index(index) if index.is_file() else {}
+    for name, shards in repeated.items():
+        if chosen.get(name) not in shards:
+            raise WeightsError(f"{directory}: {name} is in {' and '.join(shards)}; no {INDEX_NAME} says which is read")
+    return [
+        file.without([name for name in file.names() if name in repeated and chosen[name] != file.path.name])
+        for file in files
+    ]
 
 
 def fingerprint(directory: Path) -> str:
@@ -137,15 +157,41 @@ def _find_files(directory: Path) -> list[Path]:
         weights = [path for path in files if not OTHER_FILES.match(path.name)]
         if not weights:
             raise WeightsError(f"{directory} holds no model: {', '.join(path.name for path in files)} are not one")
-        return [path for path in weights if SHARD.fullmatch(path.name)] or weights
+        shards = [path for path in weights if SHARD.fullmatch(path.name)]
+        _require_all_shards(directory, shards)
+        return shards or weights
+    names = sorted(set(_read_index(index).values()))
+    for name in names:
+        if not (directory / name).is_file():
+            raise WeightsError(f"{directory / name} is missing: {INDEX_NAME} names it, one of {len(names)} files")
+    return [directory / name for name in names]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the name of the file that holds each tensor.
+
+    Raises:
+        WeightsError: it is not an index, or names no files.
+    """
     try:
-        shards = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+        places = json.loads(read_text(path))["weight_map"]
+        if not places or not all(isinstance(shard, str) for shard in places.values()):
+            raise ValueError("weight_map must map tensors to names of files")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of weights files: {error!r}") from error
-    for shard in shards:
-        if not (directory / shard).is_file():
-            raise WeightsError(f"{directory / shard} is missing: {INDEX_NAME} names it, one of {len(shards)} files")
-    return [directory / shard for shard in shards]
+        raise WeightsError(f"{path} is not an index of weights files: {error!r}") from error
+    return dict(places)
+
+
+def _require_all_shards(directory: Path, shards: list[Path]) -> None:
+    """Raise a WeightsError if there are fewer shards than their names say; no index names the others."""
+    numbers = dict[tuple[str, str], set[int]]()
+    for match in filter(None, (SHARD.fullmatch(path.name) for path in shards)):
+        prefix, number, total = match.groups()
+        numbers.setdefault((prefix, total), set()).add(int(number))
+    for (prefix, total), found in numbers.items():
+        if len(found) < int(total):
+            missing = next(number for number in range(1, int(total) + 1) if number not in found)
+            raise WeightsError(f"{directory}: file {missing} of {prefix}-…-of-{total}.safetensors is missing")
 
 
 def _open(path: Path) -> Any:
