@@ -254,6 +254,8 @@ class Device:
         )
 
     def _is_loading(self, *, block: int = NULL_BLOCK, slot: int = NULL_SLOT) -> bool:
+        if not self.loading:
+            return False
         size = self._blocks_per_slab
         if slot and self._is_slab_of_windows_loading(slot):
             return True

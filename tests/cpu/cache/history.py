@@ -515,7 +515,7 @@ class History:
         for salt in SALTS:
             snapshots = {tokens for name, tokens in found if name == salt}
             paths = all_paths(roots[salt]) if salt in roots else []
-            for prompt in (*self.prompts[-4:], *self.prompts[1:3]):
+            for prompt in dict.fromkeys((*self.prompts[-4:], *self.prompts[1:3])):
                 account = self.driver.lookup(prompt, salt)
                 self._check_account(account, prompt, snapshots, paths)
                 demoted = [miss.end for miss in account.misses if miss.reason is Reason.DEMOTED]
