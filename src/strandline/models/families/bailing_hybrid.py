@@ -27,7 +27,13 @@ from strandline.models.layers.latent_attention import LatentAttention, LatentAtt
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, build_feed_forward, read_feed_forwards
+from strandline.models.layers.sigmoid_moe import (
+    SigmoidMoe,
+    SigmoidMoeConfig,
+    build_feed_forward,
+    feed_forward_targets,
+    read_feed_forwards,
+)
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -90,7 +96,4 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
         yield f"{prefix}input_layernorm.weight", whole(layer.mixer_norm_E)
         yield f"{prefix}post_attention_layernorm.weight", whole(layer.mlp_norm_E)
         yield from renamed(mixer.targets(f"{prefix}attention."), PUBLISHED)
-        if isinstance(mlp, SigmoidMoe):
-            yield from mlp.targets(f"{prefix}mlp.", names, "gate.expert_bias")
-        else:
-            yield from mlp.targets(f"{prefix}mlp.", names)
+        yield from feed_forward_targets(mlp, f"{prefix}mlp.", names, "gate.expert_bias")

@@ -29,7 +29,13 @@ from strandline.models.layers.indexed_latent_attention import (
 )
 from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig, read_limit
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, build_feed_forward, read_feed_forwards
+from strandline.models.layers.sigmoid_moe import (
+    SigmoidMoe,
+    SigmoidMoeConfig,
+    build_feed_forward,
+    feed_forward_targets,
+    read_feed_forwards,
+)
 from strandline.models.layers.site import Site
 from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
 from strandline.models.layers.targets import NamedTargets, whole
@@ -104,7 +110,4 @@ def _published_layer(layer: Layer, prefix: str, names: frozenset[str]) -> NamedT
         yield from mix.targets(f"{prefix}hc_{part}_")
         yield f"{prefix}{norm}.weight", whole(mix.norm_E)
     yield from mixer.targets(f"{prefix}self_attn.")
-    if isinstance(mlp, SigmoidMoe):
-        yield from mlp.targets(f"{prefix}mlp.", names, "gate.e_score_correction_bias")
-    else:
-        yield from mlp.targets(f"{prefix}mlp.", names)
+    yield from feed_forward_targets(mlp, f"{prefix}mlp.", names, "gate.e_score_correction_bias")

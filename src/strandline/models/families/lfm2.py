@@ -22,7 +22,13 @@ from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
 from strandline.models.layers.residual import PreNorm, rms
 from strandline.models.layers.rotary import rotary_frequencies
 from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
-from strandline.models.layers.sigmoid_moe import MAX_SCALE, SigmoidMoe, SigmoidMoeConfig, build_feed_forward
+from strandline.models.layers.sigmoid_moe import (
+    MAX_SCALE,
+    SigmoidMoe,
+    SigmoidMoeConfig,
+    build_feed_forward,
+    feed_forward_targets,
+)
 from strandline.models.layers.site import Site
 from strandline.models.layers.targets import NamedTargets, renamed, whole
 
@@ -130,7 +136,4 @@ def _published(decoder: Decoder, layers: Sequence[Layer], names: frozenset[str])
             yield from mixer.targets(f"{prefix}conv.")
         else:
             yield from renamed(mixer.targets(f"{prefix}self_attn."), PUBLISHED)
-        if isinstance(mlp, SigmoidMoe):
-            yield from renamed(mlp.targets(f"{prefix}feed_forward.", names, "expert_bias"), PUBLISHED)
-        else:
-            yield from renamed(mlp.targets(f"{prefix}feed_forward.", names), PUBLISHED)
+        yield from renamed(feed_forward_targets(mlp, f"{prefix}feed_forward.", names, "expert_bias"), PUBLISHED)

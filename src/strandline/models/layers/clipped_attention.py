@@ -84,6 +84,7 @@ class ClippedAttention(nn.Module):
         super().__init__()
         relative, self.shard = config.relative, site.shard
         self.config, self.own = config, relative.attention.of(site.shard)
+        """The layer, and the sizes of this shard's attention."""
         own, num_heads = self.own, self.own.num_heads
         rows = (own.query_rows, own.query_rows, num_heads * relative.num_profiles, num_heads)
         self.in_proj = FusedProjection(rows, own.hidden_size, site, multiple=PROJECTION_ROWS)

@@ -117,6 +117,7 @@ class RelativeAttention(nn.Module):
         super().__init__()
         attention = config.attention
         self.config, self.own = config, attention.of(site.shard)
+        """The layer, and the sizes of this shard's attention."""
         self.in_proj = QKVProjection(attention, site)
         self.mix_proj = Projection(
             self.own.num_heads * config.num_profiles, attention.hidden_size, site, shard=site.shard

@@ -180,3 +180,17 @@ class SigmoidMoe(nn.Module):
         if self.shared is not None:
             yield from self.shared.targets(f"{prefix}shared_experts.", names)
         yield from self.experts.targets(f"{prefix}experts.", names)
+
+
+def feed_forward_targets(
+    part: GatedMlp | SigmoidMoe, prefix: str, names: frozenset[str], bias_name: str
+) -> NamedTargets:
+    """Yield the published tensors of a feed-forward part, dense or sparse.
+
+    Args:
+        bias_name: name of the bias that takes part in the choice of experts.
+    """
+    if isinstance(part, SigmoidMoe):
+        yield from part.targets(prefix, names, bias_name)
+    else:
+        yield from part.targets(prefix, names)
