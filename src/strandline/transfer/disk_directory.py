@@ -24,7 +24,6 @@ from secrets import token_bytes, token_hex
 from threading import Lock
 from typing import Final
 
-from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import ConfigError, cause_of
 from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.kept import KeptBlocks, KeptSnapshot
@@ -49,6 +48,7 @@ from strandline.transfer.stored_files import (
     StoredFile,
     joined,
     kept_of,
+    read_in_turn,
     read_part,
 )
 
@@ -190,22 +190,19 @@ class DiskDirectory:
         Raises:
             OSError: it cannot be written now; nothing is left.
         """
-        file.header = write_file(self.descriptor, file.name, _header_of(file), items)
+        file.header = write_file(self.descriptor, file.name, file.known_header, items)
 
     def read(self, parts: Sequence[FilePart], deadline_s: float) -> Iterator[memoryview]:
-        """Yield the bytes of each part, checked, one after the other.
+        """Return an iterator of the bytes of each part, checked, one after the other.
 
         Raises:
             LostItemsError: items of the next part are gone or damaged.
             OSError: they cannot be read now, or the deadline has passed.
         """
-        for part in parts:
-            if SYSTEM_CLOCK() >= deadline_s:
-                raise TimeoutError("computing takes less time")
-            yield self._read_part(part)
+        return read_in_turn(parts, deadline_s, self._read_part)
 
     def _read_part(self, part: FilePart) -> memoryview:
-        file, header = part.file, _header_of(part.file)
+        file, header = part.file, part.file.known_header
         try:
             descriptor = open_for_reading(self.descriptor, file.name)
         except FileNotFoundError:
@@ -302,13 +299,6 @@ class DiskDirectory:
             os.unlink(name, dir_fd=self.descriptor)
         except OSError as error:
             LOGGER.warning("cannot remove %s from the disk cache %s: %s", name, self.path, cause_of(error))
-
-
-def _header_of(file: StoredFile) -> Header:
-    """Return the header of a file of a directory, which is always known."""
-    if file.header is None:
-        raise DamagedFileError(f"{file.name} has no header")
-    return file.header
 
 
 def _files(number: int) -> str:

@@ -153,9 +153,7 @@ class ObjectFiles:
         Raises:
             OSError: it cannot be written now.
         """
-        header = file.header
-        if header is None:
-            raise DamagedFileError(f"{file.name} has no header")
+        header = file.known_header
         with suppress(FileNotFoundError, DamagedFileError):
             there = self._bucket.run(self._read_header(file.name))
             if there.sizes == header.sizes and file.name not in self._damaged:

@@ -21,7 +21,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Final, NamedTuple
 
-from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import ConfigError, cause_of
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
@@ -37,6 +36,7 @@ from strandline.transfer.stored_files import (
     FilePart,
     LostItemsError,
     StoredFile,
+    read_in_turn,
     read_part,
 )
 
@@ -228,9 +228,7 @@ class SharedDirectory:
         Raises:
             OSError: it cannot be written now; nothing is left.
         """
-        header = file.header
-        if header is None:
-            raise DamagedFileError(f"{file.name} has no header")
+        header = file.known_header
         path = self.folder / file.name
         try:
             os.utime(path)
@@ -242,16 +240,13 @@ class SharedDirectory:
         file.header = None
 
     def read(self, parts: Sequence[FilePart], deadline_s: float) -> Iterator[memoryview]:
-        """Yield the bytes of each part, checked, one after the other.
+        """Return an iterator of the bytes of each part, checked, one after the other.
 
         Raises:
             LostItemsError: items of the next part are gone or damaged.
             OSError: they cannot be read now, or the deadline has passed.
         """
-        for part in parts:
-            if SYSTEM_CLOCK() >= deadline_s:
-                raise TimeoutError("computing takes less time")
-            yield self._read_part(part)
+        return read_in_turn(parts, deadline_s, self._read_part)
 
     def _read_part(self, part: FilePart) -> memoryview:
         """Read a part with its header: another engine may have written the file again meanwhile."""

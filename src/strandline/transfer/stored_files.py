@@ -5,12 +5,13 @@ share (``shared_directory.py``). All write the same bytes (``disk_files.py``).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from errno import EIO
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import cause_of
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
@@ -64,6 +65,17 @@ class StoredFile:
     def header(self, header: Header | None) -> None:
         self._header = header
         self.offsets = [] if header is None else header.offsets()
+
+    @property
+    def known_header(self) -> Header:
+        """The header of a file that was read or is to be written.
+
+        Raises:
+            DamagedFileError: it is not known.
+        """
+        if self._header is None:
+            raise DamagedFileError(f"{self.name} has no header")
+        return self._header
 
     @property
     def num_live(self) -> int:
@@ -206,6 +218,20 @@ def joined(each: Sequence[KeptBlocks | KeptSnapshot]) -> Kept:
     """Return what several files hold."""
     blocks = tuple(kept for kept in each if isinstance(kept, KeptBlocks))
     return Kept(blocks, tuple(kept for kept in each if isinstance(kept, KeptSnapshot)))
+
+
+def read_in_turn(
+    parts: Sequence[FilePart], deadline_s: float, read: Callable[[FilePart], memoryview]
+) -> Iterator[memoryview]:
+    """Yield the bytes of each part, one after the other.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    for part in parts:
+        if SYSTEM_CLOCK() >= deadline_s:
+            raise TimeoutError("computing takes less time")
+        yield read(part)
 
 
 def read_part(file: int, part: FilePart, header: Header) -> memoryview:
