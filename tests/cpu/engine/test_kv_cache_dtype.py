@@ -18,6 +18,8 @@ from strandline.kernels.batch import KVMemory
 from strandline.kernels.gpu import GPUS, standing_for
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import GREEDY, answers, tokens
+from tests.cpu.engine.tiny import save_tiny_model
+from tests.cpu.engine.tiny_drafter import save_drafter
 from tests.cpu.models import fp8
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
@@ -93,6 +95,17 @@ def test_speculation_gives_the_same_tokens(make_llm: MakeLLM) -> None:
     expected = answers(make_llm(kv_cache_dtype="fp8"), prompts, LONG)
     config = {"method": "ngram", "num_speculative_tokens": 3}
     assert answers(make_llm(kv_cache_dtype="fp8", speculative_config=config), prompts, LONG) == expected
+
+
+def test_drafter_and_recorded_experts_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    model = save_tiny_model(tmp_path / "model", shared_expert_intermediate_size=20, **experts)
+    make = llm_maker(model, monkeypatch, device="cpu", kv_cache_dtype="fp8")
+    drafter = {"method": "dflash", "model": str(save_drafter(tmp_path / "drafter")), "num_speculative_tokens": 3}
+    llm = make(enable_return_routed_experts=True, speculative_config=drafter)
+    prompts = [tokens(count, seed=count) for count in (5, 64, 129)]
+    assert answers(llm, prompts, LONG) == answers(make(), prompts, LONG)
+    assert llm.engine.core.stats().speculation.num_draft_tokens > 0
 
 
 def test_deterministic_engines_give_the_same_bits(make_llm: MakeLLM) -> None:

@@ -299,7 +299,8 @@ class CausalLM(nn.Module):
             if isinstance(module, KeyValues):
                 module.dtype = dtype
         self.spec = self._whole_spec()
-        kept = {stream.dtype for layer in self.spec.layers for stream in layer.streams}
+        routing = () if self.routing is None else (self.routing.spec,)
+        kept = {stream.dtype for layer in self.spec.layers if layer not in routing for stream in layer.streams}
         if kept - {dtype}:
             raise ConfigError(
                 f"--kv-cache-dtype: this architecture has no keys and values in {dtype}; it keeps tokens in "
