@@ -313,10 +313,16 @@ class SharedDirectory:
             yield unfinished, descriptor
         except OSError as error:
             self._unlink(unfinished)
-            if error.errno == ENOSPC:  # other programs use the file system, too
-                with self._counted() as lock:
-                    _write_count(lock, self._make_room(sum(each.num_bytes for each in self._entries()) - 1))
-            raise
+            if error.errno != ENOSPC:
+                raise
+            self._free_part()
+            room = os.statvfs(self._root)
+            raise OSError(
+                ENOSPC,
+                f"a file of {num_bytes:,} bytes does not fit in the file system of {self._root}, of whose "
+                f"{room.f_blocks * room.f_frsize:,} bytes other files take a part; {room.f_bavail * room.f_frsize:,} "
+                f"bytes are free now. Remove some, or lower --object-store-size of {self._max_bytes:,} bytes",
+            ) from error
         finally:
             self._unlink(unfinished)
             os.close(descriptor)
@@ -330,6 +336,11 @@ class SharedDirectory:
             yield lock
         finally:
             os.close(lock)
+
+    def _free_part(self) -> None:
+        """Remove a part of the files, as other programs use the file system, too."""
+        with self._counted() as lock, suppress(OSError):  # all may be being written
+            _write_count(lock, self._make_room(sum(each.num_bytes for each in self._entries()) - 1))
 
     def _make_room(self, max_bytes: int) -> int:
         """Remove the files that were used least recently, if there are more bytes; return how many remain.
@@ -346,7 +357,9 @@ class SharedDirectory:
             self._unlink(entry.path)
             used -= entry.num_bytes
         if used > max(max_bytes, 0):
-            raise OSError(ENOSPC, f"--object-store-size {self._max_bytes:,} bytes leaves no room for a file")
+            text = f"--object-store-size of {self._max_bytes:,} bytes leaves no room for a file of"
+            beside = f"{self._max_bytes - max_bytes:,} bytes beside {used:,} bytes that are being written; raise it"
+            raise OSError(ENOSPC, f"{text} {beside}")
         return used
 
     def _entries(self) -> Iterator[_Entry]:
