@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM
+from strandline.engine.caching import object_catalog
 from strandline.errors import ConfigError
 from strandline.transfer import shared_directory
 from tests.cpu.engine.conftest import MakeLLM
@@ -41,7 +42,10 @@ def test_prompts_that_one_engine_has_evicted_hit_in_another(make_llm: MakeLLM, t
     close(third)
 
 
-def test_first_request_after_idling_hits_what_another_engine_wrote(make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_first_request_after_idling_hits_what_another_engine_wrote(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_catalog, "MAX_PATHS", 1)  # running requests wait for few
     idle, other = sharing(make_llm, tmp_path / "shared"), sharing(make_llm, tmp_path / "shared")
     expected, _ = serve(other)
     discoveries = idle.engine.core.discoveries
