@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from strandline.bench.serving.result import read_results
 from strandline.bench.traces import read_trace
 from strandline.text_input import argument_text, json_lines, open_standard_streams, read_stdin, read_text
 
@@ -34,6 +35,13 @@ def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     file = tmp_path / "lines"
     file.write_bytes(MARK + '{"a": "\u2028\u0085\x7f"}\r\n\r\n{"a": 2}'.encode())
     assert list(json_lines(read_text(file).split("\n"))) == [{"a": "\u2028\u0085\x7f"}, {"a": 2}]
+
+
+def test_appended_results_are_split_at_line_feeds_alone(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    row = '{"request_throughput": 1, "label": "\u2028"}'
+    file.write_text(f"{row}\n{row}\n", encoding="utf-8")
+    assert [result["label"] for result in read_results(str(file))] == ["\u2028"] * 2
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
