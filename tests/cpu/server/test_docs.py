@@ -79,7 +79,7 @@ def test_servers_of_one_host_tier_hit_what_another_evicted(tmp_path: Path) -> No
             assert first.post("/v1/completions", prompt=prompt, max_tokens=1).status_code == 200
         unused = 'object_store_bytes{engine="0",model_name="tiny",state="used"} 0.0'
         second.wait_until(lambda: unused not in second.metrics(), timeout_s=30)  # also while it is idle
-        assert second.metric("object_store_directory_files") > 0
+        second.wait_until(lambda: second.metric("object_store_directory_files") > 0, timeout_s=30)
         answers = [second.post("/v1/completions", prompt=prompt, max_tokens=1).json() for prompt in prompts[:4]]
         assert any(each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers)
         assert second.metric("cache_loads_total") > 0
