@@ -47,7 +47,8 @@ def load_drafter(
         is_dummy = filling.load_format == "dummy"
         files = [] if is_dummy else open_files(config.directory, stack)
         holders = {name: file for file in files for name in file.names()}
-        drafter = _build(model, config, frozenset(holders), site)
+        names = _random_names(model, config) if is_dummy else frozenset(holders)
+        drafter = _build(model, config, names, site)
         if is_dummy:
             fill_with_random_weights(drafter, names_of_parameters(drafter), filling.seed, site.dtype)
         else:
@@ -55,6 +56,12 @@ def load_drafter(
     model.add_drafter(drafter.eval())
     if options.kv_cache_dtype is not None:
         model.use_kv_cache_dtype(options.kv_cache_dtype)
+
+
+def _random_names(model: CausalLM, config: DrafterConfig) -> frozenset[str]:
+    """Return the embedding and the output head of a drafter without files, unless it can share the model's."""
+    is_own = isinstance(config, EagleConfig) and config.text.size("hidden_size") != model.embedding_size
+    return frozenset(("embed_tokens.weight", "lm_head.weight") if is_own else ())
 
 
 def _build(model: CausalLM, config: DrafterConfig, names: frozenset[str], site: Site) -> OwnDrafter:

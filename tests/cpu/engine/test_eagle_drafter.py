@@ -145,6 +145,12 @@ def test_hidden_states_that_are_returned_are_the_models_alone(make: MakeLLM, mod
     torch.testing.assert_close(hidden_states(make(), prompts), expected)
 
 
+def test_random_weights_stand_for_drafters_of_any_size(make: MakeLLM) -> None:
+    prompts = [tokens(20)]
+    plain = answers(make(load_format="dummy", speculative_config=None), prompts, SHORT)
+    assert answers(make(load_format="dummy"), prompts, SHORT) == plain
+
+
 def test_drafts_after_loads_from_disk_are_those_of_the_reference(
     make: MakeLLM, reference: EagleReference, tmp_path: Path
 ) -> None:
