@@ -8,7 +8,7 @@ to: beside the model there is never more than one of them.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -179,12 +179,15 @@ def _fill(
             storage = _new_storage(model, targets, formats, storable, storage_device)
             targets = dict(model.targets(_names(holders, quantized)))  # where memory now is
         by_tensor = {weight.tensors[0]: name for name, weight in weights.items()}
-        extremes = list[tuple[Path, str, Tensor]]()
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not filling.progress):
             for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
                 _fill_one(name, weights[name], targets[name], storage, filling.rounded_to)
-                extremes += [(file.path, name, each) for each in _extremes(name, targets[name], storage)]
-        _require_finite(extremes)
+        if not _are_finite(model.parameters()):
+            stored_names = frozenset[str]() if storage is None else storage.names
+            for file in files:
+                for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
+                    if name not in stored_names:
+                        _require_finite(file.path, name, targets[name])
         if storage is not None:
             storage.finish()
     used = {name for name in quantized if name in targets and targets[name].pieces}
@@ -296,29 +299,25 @@ def _fill_one(
         target.copy_from(lambda index: opened.read(index, dtype))
 
 
-def _extremes(name: str, target: Target, storage: QuantizedStorage | None) -> Iterator[Tensor]:
-    """Yield what ``_require_finite`` reads of a weight that is not stored quantised: least and greatest number.
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether tensors hold neither NaN nor infinity; waits once for each device."""
+    extremes: dict[torch.device, list[Tensor]] = {}
+    for each in tensors:
+        if each.dtype in CHECKED_DTYPES and each.numel() and not each.is_meta:
+            extremes.setdefault(each.device, []).append(torch.stack(each.aminmax()).float())
+    return all(bool(torch.stack(found).isfinite().all()) for found in extremes.values())
 
-    They stay where the weight is: to read each of them at once would wait for the device.
-    """
-    if storage is not None and name in storage.names:
-        return
+
+def _require_finite(path: Path, name: str, target: Target) -> None:
+    """Raise a WeightsError if a weight is not finite once it is loaded: all answers would be errors."""
     for part in (part for piece in target.pieces for part in piece.parts):
-        if part.dtype in CHECKED_DTYPES and part.numel() and not part.is_meta:
-            least, greatest = part.aminmax()
-            # Minus infinity turns off what a number of a vector stands for: an expert, a sink, a decay.
-            yield torch.stack((greatest if part.dim() < 2 else least, greatest)).float()
-
-
-def _require_finite(extremes: Sequence[tuple[Path, str, Tensor]]) -> None:
-    """Raise a WeightsError if a weight is not finite: all answers would be errors."""
-    if not extremes:
-        return
-    found = torch.stack([each.cpu() for _, _, each in extremes])
-    for index in (~found.isfinite().all(dim=1)).nonzero().flatten().tolist():
-        path, name, _ = extremes[index]
-        what = "NaN" if bool(found[index].isnan().any()) else "infinity"
-        raise WeightsError(f"{path}: {name} holds {what} once it is loaded; weights must be finite numbers")
+        if part.dtype not in CHECKED_DTYPES or not part.numel() or part.is_meta:
+            continue
+        least, greatest = part.aminmax()
+        # Minus infinity turns off what a number of a vector stands for: an expert, a sink, a decay.
+        if not bool((greatest if part.dim() < 2 else torch.stack((least, greatest))).isfinite().all()):
+            what = "NaN" if bool(least.isnan()) else "infinity"
+            raise WeightsError(f"{path}: {name} holds {what} once it is loaded; weights must be finite numbers")
 
 
 def _fill_storage_randomly(
