@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -295,6 +296,9 @@ def _run_generate(options: argparse.Namespace) -> int:
     prompts = options.prompts or [_read_prompt()]
     if not all(prompts):
         raise ConfigError("there is no prompt: pass one as an argument or on standard input")
+    for prompt in options.prompts:
+        if _is_model_directory(prompt):
+            raise ConfigError(f"{prompt} is a directory with a model, not a prompt; name the model by --model {prompt}")
     from strandline import LLM
 
     llm = LLM(**engine)
@@ -303,6 +307,12 @@ def _run_generate(options: argparse.Namespace) -> int:
             print(completion.text)
         _report(output)
     return 0
+
+
+def _is_model_directory(text: str) -> bool:
+    with suppress(OSError, ValueError):  # too long for a path, or no path at all
+        return (Path(text) / "config.json").is_file()
+    return False
 
 
 def _read_prompt() -> str:

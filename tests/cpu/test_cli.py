@@ -19,6 +19,7 @@ from strandline.engine import loading
 from tests.cpu.server.process import TIMEOUT_S
 
 DOCS = str(Path(__file__).parents[2] / "docs")
+TINY = str(Path(DOCS).parent / "benchmarks" / "configs" / "tiny-qwen3.5")
 WITHOUT_LIBRARIES = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
@@ -117,6 +118,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(
     [
         (["generate"], "there is no prompt"),
         (["generate", "fine", ""], "there is no prompt"),
+        (["generate", TINY], "is a directory with a model, not a prompt; name the model by --model"),
         (["generate", "--model", "nowhere", "hi"], "model 'nowhere' is neither"),
         (["generate", "--top-p", "3", "hi"], "--top-p must be a number between 0 and 1"),
         (["generate", "--stop", "", "hi"], "--stop must hold non-empty strings"),
