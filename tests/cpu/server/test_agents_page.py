@@ -16,7 +16,7 @@ def test_table_has_each_agent_with_its_installed_version() -> None:
 
 
 def test_page_names_what_selects_each_agent() -> None:
-    [names] = re.findall(r"runs one client;\sthe names are\s(.*?)\.\s", PAGE, re.DOTALL)
+    [names] = re.findall(r"runs one client;\sthe\snames\sare\s(.*?)\.\s", PAGE, re.DOTALL)
     assert re.findall(r"`(\w[\w-]*)`", names) == list(CLIENTS)
 
 

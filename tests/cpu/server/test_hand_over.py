@@ -208,6 +208,15 @@ def test_an_idle_producer_keeps_nothing_after_its_leases(producer: ServerProcess
     assert producer.metric("kv_transfer_leases") == 0
 
 
+def test_pauses_say_that_the_cache_stays(producer: ServerProcess) -> None:
+    for path, body in (("/pause?clear_cache=true", {}), ("/pause_generation", {"mode": "retract"})):
+        answer = producer.post(path, **body)
+        assert (answer.status_code, "--kv-transfer-config" in answer.text) == (400, True), answer.text
+    assert producer.get("/is_paused").json() == {"is_paused": False}
+    assert producer.post("/pause").json() == {"status": "paused"}
+    assert producer.post("/resume").json() == {"status": "resumed"}
+
+
 def test_answers_stay_the_same_when_one_side_is_killed(producer: ServerProcess, consumer: ServerProcess) -> None:
     """The last test of its file: it kills the producer, which before fetches from the consumer."""
     prompts = [f"{index} killed " + TEXT for index in range(3)]
@@ -228,12 +237,3 @@ def test_answers_stay_the_same_when_one_side_is_killed(producer: ServerProcess, 
     consumer.wait_until(lambda: bytes_in_use(consumer) == 0)
     # Whether the connection was open already decides what the pull finds.
     consumer.wait_until(lambda: pulls_ended(consumer, "unreachable") + pulls_ended(consumer, "disconnected") == 1)
-
-
-def test_pauses_say_that_the_cache_stays(producer: ServerProcess) -> None:
-    for path, body in (("/pause?clear_cache=true", {}), ("/pause_generation", {"mode": "retract"})):
-        answer = producer.post(path, **body)
-        assert (answer.status_code, "--kv-transfer-config" in answer.text) == (400, True), answer.text
-    assert producer.get("/is_paused").json() == {"is_paused": False}
-    assert producer.post("/pause").json() == {"status": "paused"}
-    assert producer.post("/resume").json() == {"status": "resumed"}
