@@ -15,8 +15,8 @@ from strandline.device.hardware.dtypes import (
     choose_dtype,
     choose_kv_cache_dtype,
     choose_storage,
+    dequantized_note,
     drafts_in_fp8,
-    kept_note,
     peak_note,
     unused_note,
 )
@@ -137,7 +137,7 @@ def load_uni_executor(
         loading_s["compilation"] = compilation.waited_s
     _warn([unused_note(model.weights_report)] if shard.is_first else ())
     if storage.keeps_quantized and device.type == "cuda":
-        _warn([kept_note(model.weights_report), peak_note(device)])
+        _warn([dequantized_note(model.weights_report), peak_note(device)])
     if weights is None:
         weights = weights_of_files(config)
     parts = (model, config, device, vocabulary, ranks)

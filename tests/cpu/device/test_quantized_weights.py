@@ -159,10 +159,11 @@ def test_gpus_with_fp8_round_the_output_head_of_drafts(
 
 
 def test_weights_dequantised_beside_others_are_counted() -> None:
-    kept = {f"layers.{index}.weight": 0 for index in range(10)}
-    assert dtypes.kept_note(WeightsReport(20, 10, stored=kept)) is None
-    del kept["layers.0.weight"], kept["layers.1.weight"], kept["layers.2.weight"]
-    assert "3 of 10 quantised ones were dequantised" in (dtypes.kept_note(WeightsReport(20, 10, stored=kept)) or "")
+    stored = {f"layers.{index}.weight": 0 for index in range(10)}
+    assert dtypes.dequantized_note(WeightsReport(20, 10, stored=stored)) is None
+    del stored["layers.0.weight"], stored["layers.1.weight"], stored["layers.2.weight"]
+    note = dtypes.dequantized_note(WeightsReport(20, 10, stored=stored))
+    assert "3 of 10 quantised ones were dequantised" in (note or "")
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def test_triton_versions_fit_quantised_layers(
     name: str, form: str, is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = partial(load_model, save_in(form, name, tmp_path), ModelOptions(dtype=torch.float32, keeps_quantized=True))
-    tokens, kept = prompt(6), model()
-    assert len(kept.weights_report.stored) > 0
-    expected = logits(kept, tokens, "cpu")
+    tokens, quantized = prompt(6), model()
+    assert len(quantized.weights_report.stored) > 0
+    expected = logits(quantized, tokens, "cpu")
     monkeypatch.setattr(binding, "_why_no_triton", lambda device_type: None)
     found = logits(model(), tokens, "cuda", is_deterministic=is_deterministic)
     tolerance = FP8_TOLERANCE if form == "FP8" else FOUR_BIT_TOLERANCE

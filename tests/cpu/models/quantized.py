@@ -50,12 +50,12 @@ def values_of(weight: Any) -> Tensor:
     return dequantized
 
 
-def assert_same_weights(kept: Any, dequantized: Any) -> None:
+def assert_same_weights(quantized: Any, dequantized: Any) -> None:
     """Compare all weights, bit by bit."""
     rest = dict(dequantized.named_parameters())
-    for name, parameter in kept.named_parameters():
+    for name, parameter in quantized.named_parameters():
         assert torch.equal(parameter, rest.pop(name)), name
-    modules = dict(kept.named_modules())
+    modules = dict(quantized.named_modules())
     for name, expected in rest.items():
         owner, _, attribute = name.rpartition(".")
         module = modules[owner]
@@ -76,11 +76,11 @@ def logits(model: Any, num_tokens: int = 20, ranks: Ranks = ONE_RANK) -> Tensor:
 
 def check(directory: Path, tolerance: float = TOLERANCE) -> Any:
     """Compare a model whose weights stay quantised with the dequantised one; return it."""
-    kept, dequantized = (load(directory, keeps_quantized=keeps) for keeps in (True, False))
-    assert_same_weights(kept, dequantized)
-    found, expected = logits(kept), logits(dequantized)
+    quantized, dequantized = (load(directory, keeps_quantized=keeps) for keeps in (True, False))
+    assert_same_weights(quantized, dequantized)
+    found, expected = logits(quantized), logits(dequantized)
     assert float((found - expected).norm() / expected.norm()) < tolerance
-    return kept
+    return quantized
 
 
 def check_parts_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

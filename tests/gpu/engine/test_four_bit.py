@@ -107,5 +107,5 @@ def test_log_probabilities_are_those_of_dequantised_weights(engine_of: EngineOf)
         [output] = llm.generate([tokens(300)], params, use_tqdm=False)
         entries = [next(iter(entry.values())) for entry in output.prompt_logprobs or () if entry]
         found.append([entry.logprob for entry in entries])
-    kept, dequantized = torch.tensor(found)
-    assert float((kept - dequantized).norm() / (dequantized - dequantized.mean()).norm()) < MAX_ERROR
+    quantized, dequantized = torch.tensor(found)
+    assert float((quantized - dequantized).norm() / (dequantized - dequantized.mean()).norm()) < MAX_ERROR

@@ -127,9 +127,9 @@ def choose_storage(
     name = str(dtype).removeprefix("torch.")
     obstacle = "--dequantize" if config.dequantize else why_dequantized(formats, device)
     if obstacle is None:
-        kept = [format for format in formats if format.can_stay]
-        note = f"weights: {scheme}, kept in {_kinds(kept)}; those that are not published so are in {name}"
-        return StorageChoice(True, note, min(format.bits for format in kept))
+        stored = [format for format in formats if format.can_stay]
+        note = f"weights: {scheme}, kept in {_kinds(stored)}; those that are not published so are in {name}"
+        return StorageChoice(True, note, min(format.bits for format in stored))
     num_bytes = count_weights(model_config) * dtype.itemsize
     note = f"weights: {scheme}, dequantised to {name} one by one as they load ({obstacle}); they take"
     return StorageChoice(False, f"{note} {_size(num_bytes)}")
@@ -167,7 +167,7 @@ def _kinds(formats: Sequence[WeightFormat]) -> str:
     return " and ".join(format.kind for format in formats)
 
 
-def kept_note(report: WeightsReport) -> str | None:
+def dequantized_note(report: WeightsReport) -> str | None:
     """Return a line about published weights that were dequantised although others stay quantised; None: there are none.
 
     Which weights these are is in docs/quantization.md.

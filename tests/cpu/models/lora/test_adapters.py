@@ -216,10 +216,10 @@ def test_changed_weights_are_dequantised_and_others_stay(
 ) -> None:
     directory = save("qwen3_5", tmp_path)
     factors = read_factors(adapter)
-    plain, kept = load(directory), load(directory, adapter, keeps_quantized=True)
+    plain, quantized = load(directory), load(directory, adapter, keeps_quantized=True)
     expected = load(directory, adapter)
-    assert len(kept.weights_report.stored) == plain.weights_report.num_quantized - len(factors) // 2 > 0
-    assert_same_weights(kept, expected)
+    assert len(quantized.weights_report.stored) == plain.weights_report.num_quantized - len(factors) // 2 > 0
+    assert_same_weights(quantized, expected)
     assert (logits_of(expected) - logits_of(plain)).abs().max() > 0.1
 
 

@@ -126,8 +126,8 @@ def test_every_family_loads_from_what_is_written(name: str, format: str, tmp_pat
     exact: Any = load_model(source, ModelOptions(dtype=torch.float32))
     for (weight_name, weight), (_, expected) in zip(model.named_parameters(), exact.named_parameters(), strict=True):
         assert float((weight - expected).norm()) <= ERRORS[format] * float(expected.norm()), weight_name
-    kept = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
-    assert_same_weights(kept, model)
+    quantized = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
+    assert_same_weights(quantized, model)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,8 @@ def test_files_stand_for_the_nearest_numbers(format: str, wide: Path, tmp_path: 
     assert report.relative_error < ERRORS[format]
     for name in changed:
         assert float((found[name] - exact[name]).norm()) <= ERRORS[format] * float(exact[name].norm()), name
-    kept = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
-    assert_same_weights(kept, load_model(tmp_path / "out", ModelOptions(dtype=torch.float32)))
+    quantized = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
+    assert_same_weights(quantized, load_model(tmp_path / "out", ModelOptions(dtype=torch.float32)))
 
 
 @given(st.sampled_from(["nvfp4", "int4"]), st.integers(0, 2**31), st.floats(-20, 20))
@@ -243,8 +243,8 @@ def test_experts_of_granite_are_converted_in_one_tensor(tmp_path: Path) -> None:
         assert found[name].dtype == torch.float8_e4m3fn
         for part, values in expected.items():
             assert torch.equal(found[part].float(), values)
-    kept: Any = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
-    layers = [layer.mlp for layer in kept.decoder.layers if isinstance(layer.mlp, SparseMoe)]
+    quantized: Any = load_model(tmp_path / "out", ModelOptions(dtype=torch.float32, keeps_quantized=True))
+    layers = [layer.mlp for layer in quantized.decoder.layers if isinstance(layer.mlp, SparseMoe)]
     assert layers
     assert all(layer.experts.takes_quantized for layer in layers)
 

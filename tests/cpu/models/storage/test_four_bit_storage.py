@@ -113,9 +113,11 @@ def test_what_kernels_do_not_take_is_dequantised(scheme: str, tmp_path: Path) ->
 def test_shards_hold_their_part_of_the_numbers(name: str, scheme: str, tmp_path: Path) -> None:
     directory = save(name, tmp_path, scheme)
     for index in range(2):
-        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
-        assert_same_weights(kept, dequantized)
-        assert len(kept.weights_report.stored) > 0
+        quantized, dequantized = (
+            load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False)
+        )
+        assert_same_weights(quantized, dequantized)
+        assert len(quantized.weights_report.stored) > 0
 
 
 @pytest.mark.parametrize(("size", "form"), [(192, CodedWeight), (176, DenseWeight)])

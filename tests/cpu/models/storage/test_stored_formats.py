@@ -158,9 +158,11 @@ def test_ranks_hold_and_compute_their_part(name: str, format: str, tmp_path: Pat
     directory, _ = save(name, format, tmp_path)
     expected = logits(load(directory, keeps_quantized=True))
     for index in range(2):
-        kept, dequantized = (load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False))
-        assert_same_weights(kept, dequantized)
-        assert len(kept.weights_report.stored) > 0
+        quantized, dequantized = (
+            load(directory, keeps_quantized=keeps, shard=Shard(index, 2)) for keeps in (True, False)
+        )
+        assert_same_weights(quantized, dequantized)
+        assert len(quantized.weights_report.stored) > 0
 
     def run(ranks: RankThread) -> Tensor:
         return logits(load(directory, keeps_quantized=True, shard=Shard(ranks.rank, ranks.size)), ranks=ranks)
