@@ -126,11 +126,11 @@ class EngineConfig:
     disk_cache_size: str | int | None = None
     """Budget of the disk cache, in the format of ``memory``; with several ranks, the budget of each. None: 100 GiB."""
     object_store: str | None = None
-    """Bucket of an S3-compatible server for evicted entries, as ``s3://BUCKET/PREFIX``, which engines share; None: no
-    object store."""
+    """Where engines share evicted entries: a bucket of an S3-compatible server, as ``s3://BUCKET/PREFIX``, or a
+    directory, as ``file:///DIR``; None: no object store."""
     object_store_size: str | int | None = None
-    """How much of the object store an engine uses, in the format of ``memory``; with several ranks, the share of each.
-    None: 1 TiB."""
+    """How much of a bucket an engine uses, in the format of ``memory``; with several ranks, the share of each. None:
+    1 TiB. A directory needs it: its size over all engines and ranks."""
     snapshot_dtype: str = "float32"
     """Dtype of recurrent states below the device: ``float32``: unchanged; ``bfloat16`` or ``int8``: smaller,
     but requests that resume from them are no longer exact."""

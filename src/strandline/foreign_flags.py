@@ -233,16 +233,16 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "--kv-cache-dtype": {
         **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half", "float32"), _ACTIVATIONS),
-        "fp8_e5m2": "use fp8: in eight bits, keys and values are e4m3",
+        "fp8_e5m2": "use fp8: 8-bit keys and values are e4m3",
     },
     "--load-format": {
-        "pt": "use auto: PyTorch's files are not read, as they may run code, and safetensors are",
-        "gguf": "use auto: GGUF files are not read, and safetensors are",
+        "pt": "use auto: only safetensors are read, as PyTorch's files may run code",
+        "gguf": "use auto: only safetensors are read, no GGUF files",
         "bitsandbytes": f"use auto: quantised weights are {_DETECTED}",
         **dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer", "tensorizer"), _PARALLEL),
     },
     "--distributed-executor-backend": {"ray": f"use mp: {_ONE_MACHINE}"},
-    "--log-level": {"debug": "use info, the most detailed one", "trace": "use info, the most detailed one"},
+    "--log-level": dict.fromkeys(("debug", "trace"), "use info, the most detailed level"),
     "--device": {"gpu": "use cuda"},
 }
 """By flag of ours: values that it has in vLLM or SGLang, or that are spelled so there."""

@@ -223,12 +223,12 @@ class UniExecutor:
             torch.cuda.empty_cache()
 
     def sleep(self, level: int) -> None:
-        """Give back the memory of blocks and slots, and that of the weights, unless that was done.
+        """Give back the memory of blocks and slots, and that of the weights, unless it is given back already.
 
         On a CPU, weights of level 1 stay where they are, which is the host's memory.
 
         Args:
-            level: 1: keep the weights in the host's memory. 2: do not, also if a sleep of level 1 has.
+            level: 1: keep the weights in the host's memory. 2: keep no copy, not even that of an earlier sleep.
         """
         if "kv_cache" not in self._given_back:
             self._arena_memory.give_back(keeps=False)

@@ -106,7 +106,7 @@ class ObjectFiles:
         """Return None: listing all folders of a bucket would take long."""
 
     def set_used(self, name: str, used_s: float) -> None:
-        """Do nothing: a bucket's rules know no uses."""
+        """Do nothing: a bucket's rules do not depend on when objects were used."""
 
     def headers(self, names: Sequence[str]) -> Iterator[Header | OSError | None]:
         """Yield the header of each file, or the error that prevents reading it now; None: it is gone, or of no use.

@@ -122,7 +122,7 @@ class SharedDirectory:
         if self._max_bytes < least_bytes:
             raise ConfigError(
                 f"--object-store-size of {self._max_bytes:,} bytes has no room for the files of a snapshot and a block "
-                f"of this model; give at least {least_bytes:,} bytes, and much more for a host tier of use"
+                f"of this model; give at least {least_bytes:,} bytes; a useful host tier takes much more"
             )
 
     def _fault(self) -> str | None:
@@ -139,7 +139,7 @@ class SharedDirectory:
         if stat.S_IMODE(status.st_mode) & OTHERS:
             names = [name for name in os.listdir(self._root) if name != LOCK and not FOLDER.fullmatch(name)]
             if names or self._root.is_mount():
-                return "can be read by other users and is not for this alone; give a new directory, such as one in it"
+                return "can be read by other users and has other uses; give a new directory, such as one inside it"
             return f"can be read by other users; give a new directory, or run: chmod 700 {self._root}"
         return None
 
@@ -172,7 +172,7 @@ class SharedDirectory:
         return found
 
     def stamp(self) -> int | None:
-        """Return a number that is another one when a file is new or gone, at little cost; None: the folder is gone."""
+        """Return a number that changes when files are added or removed, at little cost; None: the folder is gone."""
         try:
             return os.stat(self.folder).st_mtime_ns
         except OSError:
@@ -358,8 +358,8 @@ class SharedDirectory:
             used -= entry.num_bytes
         if used > max(max_bytes, 0):
             text = f"--object-store-size of {self._max_bytes:,} bytes leaves no room for a file of"
-            beside = f"{self._max_bytes - max_bytes:,} bytes beside {used:,} bytes that are being written; raise it"
-            raise OSError(ENOSPC, f"{text} {beside}")
+            sizes = f"{self._max_bytes - max_bytes:,} bytes while {used:,} bytes are being written; raise it"
+            raise OSError(ENOSPC, f"{text} {sizes}")
         return used
 
     def _entries(self) -> Iterator[_Entry]:

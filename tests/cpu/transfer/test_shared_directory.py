@@ -113,7 +113,7 @@ def test_room_of_files_being_written_is_reserved(tmp_path: Path) -> None:
     first, second = opened(tmp_path, 2 * FILE_BYTES), opened(tmp_path, 2 * FILE_BYTES)
     with first._reserved(f"{1:032x}.snapshot", FILE_BYTES), second._reserved(f"{2:032x}.snapshot", FILE_BYTES):
         assert num_bytes(tmp_path) == 2 * FILE_BYTES
-        with pytest.raises(OSError, match="no room for a file of 36,864 bytes beside 73,728 bytes that are being"):
+        with pytest.raises(OSError, match="no room for a file of 36,864 bytes while 73,728 bytes are being written"):
             write(first, 3)
     write(first, 3)
 
@@ -209,7 +209,7 @@ def test_directories_that_are_of_no_use_are_refused_untouched(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="can be read by other users; give a new directory, or run: chmod 700"):
         opened(tmp_path)
     (root / "another").touch()
-    with pytest.raises(ConfigError, match="is not for this alone; give a new directory, such as one in it"):
+    with pytest.raises(ConfigError, match="has other uses; give a new directory, such as one inside it"):
         opened(tmp_path)
     assert [each.name for each in root.iterdir()] == ["another"]
     root.rename(tmp_path / "other")

@@ -140,7 +140,7 @@ class KnownPaths:
             self._make_whole(tree, group)
 
     def _make_whole(self, tree: _Tree, first: _Group) -> None:
-        """Note that all blocks before some have been found, and what that means for those after them."""
+        """Mark blocks as whole, all of whose predecessors have been found, and with them what waits for them."""
         waiting = [first]
         while waiting:
             group = waiting.pop()

@@ -65,7 +65,7 @@ class _NoGraph:
 
 
 class _Capturing:
-    """What graphs that are never replayed at once are captured with: a stream, and scratch memory that they share."""
+    """Captures graphs on one stream. They share scratch memory, so no two of them may be replayed at the same time."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -74,8 +74,8 @@ class _Capturing:
     def capture(self, run: Callable[[], None]) -> Graph:
         """Capture a function whose operations do not need the host.
 
-        ``torch.cuda.graph`` would return the memory of steps that ran before to the driver each time, and the step of
-        the next size would ask for it again.
+        ``torch.cuda.graph`` would return the free memory of earlier steps to the driver before each capture, and the
+        step of the next size would allocate it again.
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

@@ -202,7 +202,7 @@ class FileStore:
                 self._entered |= {first + item: Located(file, item) for item in range(num_items)}
 
     def forget(self, files: Iterable[FoundFile]) -> None:
-        """Forget such files, which are gone. Loads that have begun are not concerned."""
+        """Forget files that others had written and that are gone. Loads that have begun go on."""
         with self._changed:
             for _, first, num_items in files:
                 for item in range(num_items):

@@ -66,7 +66,7 @@ class SharedStore(Protocol):
         """Take in files that others have written, whose items can be loaded from now on."""
 
     def forget(self, files: Iterable[FoundFile]) -> None:
-        """Forget such files, which are gone."""
+        """Forget files that others had written and that are gone."""
 
 
 Completions = SimpleQueue[Completion]

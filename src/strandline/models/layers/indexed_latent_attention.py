@@ -124,7 +124,7 @@ class TokenIndex(nn.Module):
 class GroupChoice:
     """The groups that one layer has chosen for the tokens of the current step, for itself and the layer after.
 
-    No dataclass: the tensors in those that modules have are weights (``model_memory.py``).
+    Not a dataclass: tensors in a module's dataclasses count as its weights (``model_memory.py``).
     """
 
     def __init__(self) -> None:

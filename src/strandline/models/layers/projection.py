@@ -141,9 +141,9 @@ class FusedProjection(Projection):
     """Several projections of one input as one matrix: the rows of each follow those of the one before.
 
     Args:
-        rows: rows of each projection, of this shard.
-        multiple: the number of rows is rounded up to a multiple of this; the added rows, the last part, are zeros.
-            None: no rows are added.
+        rows: the number of rows of each projection in this shard.
+        multiple: the number of all rows is rounded up to a multiple of this; the rows that are added, the last part,
+            are zeros. None: no rows are added.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class FusedProjection(Projection):
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Weights of each projection, and zeros; until they are laid out."""
+        """The weight of each projection, and the zeros that were added; only until ``lay_out``."""
         weights: tuple[Tensor, ...] = self.weight_OI.split(self.part_rows)
         return weights
 
     def project(self, x: Rows) -> tuple[Tensor, ...]:
-        """Return the outputs of each projection, and of zeros."""
+        """Return the outputs of each projection, and those of the zeros that were added."""
         outputs: tuple[Tensor, ...] = self.multiply(x).split(self.part_rows, dim=-1)
         return outputs
 

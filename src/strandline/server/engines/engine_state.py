@@ -1,4 +1,4 @@
-"""What all engines of a server were asked for, so that one that is restarted can be asked for it again."""
+"""What the engines of a server were asked to do, so that an engine that is restarted can do it again."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from strandline.records.control import MEMORIES, Action, Memory, Pause, ResetCac
 
 @dataclass(slots=True)
 class EngineState:
-    """What lasts of pauses, sleep and resets. It is set before engines are asked: one may be restarted meanwhile."""
+    """The lasting effects of pauses, sleep and resets, set before engines are asked: one may be restarted meanwhile."""
 
     is_paused: bool = False
     given_back: set[Memory] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""The books of files that come and go, against a search of all files that are there."""
+"""Paths in files that come and go, against a search of all files that are there."""
 
 import random
 from itertools import count
