@@ -4,7 +4,7 @@ Every published tensor is accounted for: it is copied to its target, or recognis
 tensor that the model needs and the files lack is an error, too, and so is a shape that differs.
 
 Quantised tensors stay so (``storage/quantized_storage.py``), or are dequantised one by one, on the device that they go
-to: beside the model there is never more than one of them.
+to: memory holds at most one of them besides the model.
 """
 
 from collections import Counter

@@ -229,7 +229,7 @@ class CoreStats:
     tiers: list[TierStats] = field(default_factory=list)
     """Those below the device, nearest first."""
     shared_directory: DirectoryUse | None = None
-    """None: the object store is no directory, or there is none."""
+    """None: there is no object store, or it is a bucket."""
     num_snapshots_loaded: int = 0
     num_blocks_loaded: int = 0
     """None: there is none below the device."""

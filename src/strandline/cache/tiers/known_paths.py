@@ -140,7 +140,7 @@ class KnownPaths:
             self._make_whole(tree, group)
 
     def _make_whole(self, tree: _Tree, first: _Group) -> None:
-        """Mark blocks as whole, all of whose predecessors have been found, and with them what waits for them."""
+        """Mark a group as whole, since all blocks before it have been found, and all that waited for it."""
         waiting = [first]
         while waiting:
             group = waiting.pop()

@@ -33,7 +33,7 @@ from strandline.kernels.runtime_numba import (
     store_e4m3,
 )
 
-NO_NORM, PLAIN_NORM, ZERO_CENTERED_NORM = 0, 1, 2
+NO_NORM, RMS_NORM, ZERO_CENTERED_NORM = 0, 1, 2
 
 
 def prepare_qkv(
@@ -48,7 +48,7 @@ def prepare_qkv(
     """Numba version of :func:`strandline.kernels.attention.qkv.prepare_qkv`."""
     k_BPGD, v_BPGD = memory.k_BPGD, memory.v_BPGD
     q_norm_D, k_norm_D, eps, is_zero_centered = norm or (q_TO, q_TO, 0.0, False)
-    norm_kind = NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else PLAIN_NORM
+    norm_kind = NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else RMS_NORM
     if k_BPGD.dtype not in (q_TO.dtype, torch.float8_e4m3fn) or q_norm_D.dtype != k_norm_D.dtype:
         dtypes = (q_TO.dtype, k_BPGD.dtype, q_norm_D.dtype, k_norm_D.dtype)
         raise ValueError(f"inputs must have the keys' dtype unless that is e4m3, and both norms one: {dtypes}")

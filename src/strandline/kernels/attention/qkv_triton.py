@@ -37,7 +37,7 @@ take 81 µs on an H200, where 8 heads and 4 warps take 94."""
 
 MAX_E4M3 = tl.constexpr(quantized_rows.MAX_E4M3)
 
-NO_NORM, PLAIN_NORM, ZERO_CENTERED_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NO_NORM, RMS_NORM, ZERO_CENTERED_NORM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def prepare_qkv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         NUM_PAIRS=cos_T12F.shape[-1],
-        NORM=(NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else PLAIN_NORM).value,
+        NORM=(NO_NORM if norm is None else ZERO_CENTERED_NORM if is_zero_centered else RMS_NORM).value,
         BLOCK_W=block_w,
         BLOCK_D=next_power_of_2(head_dim),
         IS_E4M3=k_BPGD.dtype == torch.float8_e4m3fn,

@@ -1,8 +1,8 @@
 """The matrices of a model that stay quantised as published.
 
 Each gets the memory that it needs: as an ordinary parameter if no row stays quantised, else for the rows of each format
-and for the others apart. Beside the model there is never more than one published tensor, and nothing of its size in
-another dtype.
+and for the others apart. While a model loads, memory holds at most one published tensor besides the model, and nothing
+of its size in another dtype.
 
 Shape suffixes: R rows of all matrices of a parameter, I inputs.
 """

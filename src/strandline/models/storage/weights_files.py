@@ -174,12 +174,12 @@ def _read_index(path: Path) -> dict[str, str]:
         WeightsError: it is not an index, or names no files.
     """
     try:
-        places = json.loads(read_text(path))["weight_map"]
-        if not places or not all(isinstance(shard, str) for shard in places.values()):
+        shard_of = json.loads(read_text(path))["weight_map"]
+        if not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
             raise ValueError("weight_map must map tensors to names of files")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is not an index of weights files: {error!r}") from error
-    return dict(places)
+    return dict(shard_of)
 
 
 def _require_all_shards(directory: Path, shards: list[Path]) -> None:
