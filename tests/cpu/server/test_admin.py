@@ -288,12 +288,42 @@ def test_sglangs_names_abort_and_give_memory_back(admin: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/pause", {"mode": "keep", "clear_cache": False}),
+        ("/pause?mode=keep&clear_cache=false", {"mode": "abort", "clear_cache": True}),
+        ("/pause?clear_cache=false&wait_for_inflight_requests=true", {}),
+        ("/sleep?level=1&mode=keep&tags=weights", {"wait_for_inflight_request": False}),
+        ("/sleep", {"level": 0, "mode": "keep"}),
+    ],
+)
+def test_parameters_count_where_trainers_send_them(admin: ServerProcess, path: str, body: dict[str, Any]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool)
+        assert admin.post(path, **body).status_code == 200
+        assert admin.post("/wake_up", tags=["weights", "kv_cache"]).json()["status"] == "awake"
+        assert len(tokens(first.result())) == LONG
+
+
+def test_caches_are_dropped_as_bodies_and_timeouts_say(admin: ServerProcess) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        first = begin(admin, pool)
+        assert admin.post("/reset_prefix_cache", reset_running_requests=False).json() == {"success": False}
+        assert admin.post("/reset_prefix_cache", reset_running_requests=True).json() == {"success": True}
+        assert admin.post("/flush_cache").status_code == 400
+        assert admin.post("/flush_cache?timeout=60").status_code == 200
+        assert len(tokens(first.result())) == LONG
+    assert http_post(f"{admin.url}/wake_up", content=b"[1]").status_code == 400
+
+
+@pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/pause?mode=never", {}, "mode"),
         ("/pause?clear_cach=false", {}, "clear_cach"),
-        ("/pause", {"mode": "keep"}, None),
-        ("/resume?mode=keep", {}, "mode"),
+        ("/pause", {"mode": "never"}, "mode"),
+        ("/pause_generation?mode=in_place", {}, "mode"),
+        ("/flush_cache?timeout=-1", {}, "timeout"),
         ("/sleep?level=3", {}, "level"),
         ("/sleep?mode=never", {}, "mode"),
         ("/wake_up?tags=cuda_graph", {}, "tags"),

@@ -4,14 +4,14 @@ They are served with an API key, or if a flag says so. Web pages may not use the
 these requests from any page without asking.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from strandline.errors import RequestError
+from strandline.server.admin.parameters import check_query, with_body
 from strandline.server.admin.sglang_api import add_sglang
 from strandline.server.admin.weights_api import add_weights
 from strandline.server.engines.engine_client import EngineClient
@@ -20,8 +20,37 @@ from strandline.server.http.gate import own_name
 from strandline.server.http.sse import json_response
 from strandline.server.requests.request_bodies import Strings
 
-EMPTY: Final = (b"", b"{}", b"null")
-"""Bodies that say nothing."""
+
+class PauseParameters(BaseModel):
+    """Parameters of ``/pause``."""
+
+    mode: str = "abort"
+    clear_cache: bool | None = None
+    """None: clear it if the engines can."""
+    wait_for_inflight_requests: bool = False
+    """An earlier name in vLLM for ``mode=wait``."""
+
+
+class ResetParameters(BaseModel):
+    """Parameters of ``/reset_prefix_cache``."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+    """Without effect: every tier is reset."""
+
+
+class SleepParameters(BaseModel):
+    """Parameters of ``/sleep``."""
+
+    level: Annotated[int, Field(ge=0, le=2)] = 1
+    mode: str = "abort"
+
+
+class WakeUpParameters(BaseModel):
+    """Parameters of ``/wake_up``."""
+
+    tags: list[str] = []
+    """What to take again; empty: all."""
 
 
 class AbortBody(BaseModel):
@@ -43,22 +72,6 @@ def refuse_web_pages(request: Request) -> None:
         raise HTTPException(403, "web pages may not use administrative endpoints")
 
 
-async def refuse_unread(request: Request) -> None:
-    """Refuse what an endpoint does not read: parameters in the wrong place would change what it does.
-
-    Raises:
-        RequestError: there is a query parameter that it does not have, or a body where it reads query parameters alone.
-    """
-    dependant, path = request.scope["route"].dependant, request.scope["route"].path
-    known = [param.alias for param in dependant.query_params]
-    has = f"it has {', '.join(known)}" if known else "it has none"
-    for name in request.query_params:
-        if name not in known:
-            raise RequestError(f"{path} has no query parameter {name[:100]!r}: {has}", param=name[:100])
-    if known and not dependant.body_params and (await request.body()).strip() not in EMPTY:
-        raise RequestError(f"{path} reads no body, only query parameters: {has}")
-
-
 def add_admin(app: FastAPI, client: EngineClient, num_ranks: int) -> None:
     """Add the endpoints.
 
@@ -66,7 +79,7 @@ def add_admin(app: FastAPI, client: EngineClient, num_ranks: int) -> None:
         num_ranks: ranks of each engine.
     """
     control = EngineControl(client)
-    guard = [Depends(refuse_web_pages), Depends(refuse_unread)]
+    guard = [Depends(refuse_web_pages), Depends(check_query)]
     _add_pauses(app, client, control, guard)
     _add_memory(app, control, guard)
     add_weights(app, client, control, guard, num_ranks)
@@ -75,8 +88,10 @@ def add_admin(app: FastAPI, client: EngineClient, num_ranks: int) -> None:
 
 def _add_pauses(app: FastAPI, client: EngineClient, control: EngineControl, guard: list[Any]) -> None:
     @app.post("/pause", dependencies=guard)
-    async def pause(mode: str = "abort", clear_cache: bool | None = None) -> Response:
-        await control.pause(pause_mode(mode), clears=clear_cache)
+    async def pause(request: Request, query: Annotated[PauseParameters, Query()]) -> Response:
+        asked = await with_body(request, query)
+        mode = pause_mode(asked.mode)
+        await control.pause("wait" if asked.wait_for_inflight_requests else mode, clears=asked.clear_cache)
         return json_response({"status": "paused"})
 
     @app.post("/resume", dependencies=guard)
@@ -97,21 +112,22 @@ def _add_pauses(app: FastAPI, client: EngineClient, control: EngineControl, guar
 
 def _add_memory(app: FastAPI, control: EngineControl, guard: list[Any]) -> None:
     @app.post("/reset_prefix_cache", dependencies=guard)
-    async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> Response:
-        return json_response({"success": await control.reset_cache(forced=reset_running_requests)})
+    async def reset_prefix_cache(request: Request, query: Annotated[ResetParameters, Query()]) -> Response:
+        asked = await with_body(request, query)
+        return json_response({"success": await control.reset_cache(forced=asked.reset_running_requests)})
 
     @app.post("/sleep", dependencies=guard)
-    async def sleep(level: int = 1, mode: str = "abort") -> Response:
-        if not 0 <= level <= 2:
-            raise RequestError(f"level must be 0, 1 or 2, got {level}", param="level")
-        await control.sleep(level, pause_mode(mode))
-        return json_response({"status": "sleeping", "level": level})
+    async def sleep(request: Request, query: Annotated[SleepParameters, Query()]) -> Response:
+        asked = await with_body(request, query)
+        await control.sleep(asked.level, pause_mode(asked.mode))
+        return json_response({"status": "sleeping", "level": asked.level})
 
     @app.post("/wake_up", dependencies=guard)
-    async def wake_up(tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006 - FastAPI copies it
-        await control.wake_up(memories_of(tags))
+    async def wake_up(request: Request, query: Annotated[WakeUpParameters, Query()]) -> Response:
+        asked = await with_body(request, query)
+        await control.wake_up(memories_of(asked.tags))
         status = "sleeping" if control.is_sleeping else "awake"
-        return json_response({"status": status, "tags": tags or None})
+        return json_response({"status": status, "tags": asked.tags or None})
 
     @app.get("/is_sleeping", dependencies=guard)
     async def is_sleeping() -> Response:

@@ -1,11 +1,13 @@
 """SGLang's names for pauses, aborts, the cache, and memory that is given back."""
 
-from typing import Any, Final, Literal
+import asyncio
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
+from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import RequestError
 from strandline.records.control import MEMORIES
 from strandline.server.engines.engine_client import EngineClient
@@ -16,6 +18,8 @@ from strandline.server.requests.request_bodies import Strings, check_extra
 
 GRAPHS: Final = "cuda_graph"
 """A tag of memory that comes and goes with the others here."""
+RETRY_S: Final = 0.1
+"""How often to look whether the cache can be flushed."""
 
 
 class Body(BaseModel):
@@ -76,9 +80,14 @@ def add_sglang(app: FastAPI, client: EngineClient, control: EngineControl, guard
         return Response()
 
     @app.api_route("/flush_cache", methods=["GET", "POST"], dependencies=guard)
-    async def flush_cache() -> Response:
-        if not await control.reset_cache(forced=False):
-            raise RequestError("the cache is not flushed while requests run")
+    async def flush_cache(timeout: Annotated[float, Query(ge=0)] = 0) -> Response:
+        given_up_s = SYSTEM_CLOCK() + timeout
+        while not await control.reset_cache(forced=False):
+            if SYSTEM_CLOCK() >= given_up_s:
+                raise RequestError(
+                    "the cache is not flushed while requests run; timeout says how long to wait for them"
+                )
+            await asyncio.sleep(RETRY_S)
         return json_response({"success": True, "message": "Cache flushed."})
 
     _add_memory(app, control, guard)
