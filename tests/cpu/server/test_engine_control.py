@@ -25,13 +25,16 @@ DIRECTORY = "/weights"
 
 
 class Core:
-    """An engine's end of the socket: records actions and answers them, with a refusal of the kind in ``refused``."""
+    """An engine's end of the socket: records actions and answers them, but for those of the kind in ``unanswered``, and
+    with a refusal of the kind in ``refused``.
+    """
 
     def __init__(self) -> None:
         self.actions: list[Any] = []
         self.finished: list[str] = []
         self.stats: CoreStats = IDLE
         self.refused: type | None = None
+        self.unanswered: type | None = None
         self.asked = asyncio.Event()
         self._said: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -47,6 +50,8 @@ class Core:
             case Control(number, action):
                 self.actions.append(action)
                 self.asked.set()
+                if isinstance(action, self.unanswered or ()):
+                    return
                 result: bool | str = "it cannot" if isinstance(action, self.refused or ()) else True
                 self._said.put_nowait(TO_FRONT_END.encode(Controlled(number, result)))
 
@@ -172,6 +177,40 @@ def test_restarted_engine_is_paused_or_asleep_as_the_others() -> None:
 
     run(check)
     run(check_sleep)
+
+
+@pytest.mark.parametrize("taker", [WakeUp, UseWeights])
+def test_restarted_engine_keeps_what_the_others_are_taking(taker: type) -> None:
+    async def check(pair: Pair) -> None:
+        await pair.control.sleep(2, "keep")
+        await pair.control.wake_up(["kv_cache"])
+        pair.client.fail(pair.client.engines[1], "it was killed")
+        pair.cores[0].take()
+        pair.cores[0].unanswered = taker
+        takes_weights = pair.control.wake_up(["weights"]), pair.control.update_weights(DIRECTORY, "1")
+        taking = asyncio.ensure_future(takes_weights[taker is UseWeights])
+        takes_weights[taker is not UseWeights].close()
+        while taker not in pair.cores[0].take():
+            await asyncio.sleep(0)
+        assert pair.control.is_sleeping
+        assert Sleep not in pair.restart(1)
+        taking.cancel()
+        await asyncio.wait([taking])
+        assert pair.restart(1)[-2:] == [Sleep, WakeUp]
+
+    run(check)
+
+
+def test_engines_go_on_if_one_does_not_pause() -> None:
+    async def check(pair: Pair) -> None:
+        pair.cores[1].refused = Pause
+        for change in (pair.control.reset_cache(forced=False), pair.control.update_weights(DIRECTORY, "1")):
+            with pytest.raises(RequestError, match="it cannot"):
+                await change
+            assert pair.cores[0].take()[-2:] == [Pause, Resume]
+            assert pair.found() == (False, False, None)
+
+    run(check)
 
 
 def test_engine_that_dies_does_not_fail_the_others() -> None:

@@ -83,8 +83,8 @@ class EngineControl:
             if forced or len(self._client.engines) == 1:
                 return await self._reset(forced=forced)
             # All engines or none: while they are paused, none begins a request.
-            await self._apply(Pause(None))
             try:
+                await self._apply(Pause(None))
                 stats = await self._client.ask_stats()
                 if any(each is not None and each.num_running for each in stats):
                     return False
@@ -118,8 +118,8 @@ class EngineControl:
         """Take memory again; when all of it is there, run steps again."""
         async with self._turn:
             for memory in MEMORIES:
-                if memory in memories and all(await self._apply(WakeUp((memory,)))):
-                    self._state.given_back.discard(memory)
+                if memory in memories:
+                    await self._take(memory, WakeUp((memory,)))
             if self.is_sleeping:
                 self._refuse()
             else:
@@ -159,12 +159,11 @@ class EngineControl:
                 raise
             was_sleeping, refusal = self.is_sleeping, self._client.refusal
             was_stopped = was_sleeping or self.is_paused
-            await self._pause("abort" if aborts else "keep", clears=False)
             goes_on = not was_stopped
             try:
+                await self._pause("abort" if aborts else "keep", clears=False)
                 self._state.was_reset = True
-                await self._apply(UseWeights(new_epoch()))
-                self._state.given_back.discard("weights")
+                await self._take("weights", UseWeights(new_epoch()))
                 self._client.name_weights(version)
                 is_woken = was_sleeping and not self.is_sleeping
                 goes_on = (is_woken or not was_stopped) and not stays_paused
@@ -203,6 +202,15 @@ class EngineControl:
         await self._apply(Resume())
         while len(self._client.frontend):
             await asyncio.sleep(DRAIN_S)
+
+    async def _take(self, memory: Memory, action: WakeUp | UseWeights) -> None:
+        """Have all engines take memory again. One that is restarted meanwhile has it, and is not to give it back."""
+        self._state.being_taken = memory
+        try:
+            if all(await self._apply(action)):
+                self._state.given_back.discard(memory)
+        finally:
+            self._state.being_taken = None
 
     async def _resume(self) -> None:
         self._state.is_paused = False

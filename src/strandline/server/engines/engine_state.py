@@ -12,6 +12,8 @@ class EngineState:
     is_paused: bool = False
     given_back: set[Memory] = field(default_factory=set)
     """Memory that the engines do not have."""
+    being_taken: Memory | None = None
+    """Memory of these that the engines are taking again."""
     sleep_level: int = 0
     """How the weights were given back, if they were."""
     was_reset: bool = False
@@ -25,8 +27,8 @@ class EngineState:
             actions.append(ResetCache(new_epoch(), forced=True))
         if self.is_paused:
             actions.append(Pause(None))
-        if self.given_back:
+        if given_back := self.given_back - {self.being_taken}:
             actions.append(Sleep(self.sleep_level))
-            if taken := tuple(memory for memory in MEMORIES if memory not in self.given_back):
+            if taken := tuple(memory for memory in MEMORIES if memory not in given_back):
                 actions.append(WakeUp(taken))
         return actions
