@@ -15,7 +15,7 @@ Shape suffixes as in ``kernels/batch.py`` and ``choice.py``; I integers of a buf
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Final, Protocol
 
 import torch
@@ -64,11 +64,20 @@ class _NoGraph:
         """Do nothing."""
 
 
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """Return the stream that a process captures all its graphs on.
+
+    For each stream that has multiplied, torch keeps a workspace of cuBLAS for ever.
+    """
+    return torch.cuda.Stream()
+
+
 class _Capturing:
     """Captures graphs on one stream. They share scratch memory, so no two of them may be replayed at the same time."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = _capture_stream(), torch.cuda.graph_pool_handle()
         self._error_mode = capture_error_mode(kernels)
 
     def capture(self, run: Callable[[], None]) -> Graph:
