@@ -304,8 +304,17 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
     extremes: dict[torch.device, list[Tensor]] = {}
     for each in tensors:
         if each.dtype in CHECKED_DTYPES and each.numel() and not each.is_meta:
-            extremes.setdefault(each.device, []).append(torch.stack(each.aminmax()).float())
+            extremes.setdefault(each.device, []).append(_extremes(each))
     return all(bool(torch.stack(found).isfinite().all()) for found in extremes.values())
+
+
+def _extremes(tensor: Tensor) -> Tensor:
+    """Return the least and the greatest number of a tensor; of a vector, the greatest alone, twice.
+
+    Minus infinity turns off what a number of a vector stands for: an expert, a sink, a decay.
+    """
+    least, greatest = tensor.aminmax()
+    return torch.stack((greatest if tensor.dim() < 2 else least, greatest)).float()
 
 
 def _require_finite(path: Path, name: str, target: Target) -> None:
@@ -313,10 +322,9 @@ def _require_finite(path: Path, name: str, target: Target) -> None:
     for part in (part for piece in target.pieces for part in piece.parts):
         if part.dtype not in CHECKED_DTYPES or not part.numel() or part.is_meta:
             continue
-        least, greatest = part.aminmax()
-        # Minus infinity turns off what a number of a vector stands for: an expert, a sink, a decay.
-        if not bool((greatest if part.dim() < 2 else torch.stack((least, greatest))).isfinite().all()):
-            what = "NaN" if bool(least.isnan()) else "infinity"
+        extremes = _extremes(part)
+        if not bool(extremes.isfinite().all()):
+            what = "NaN" if bool(extremes.isnan().any()) else "infinity"
             raise WeightsError(f"{path}: {name} holds {what} once it is loaded; weights must be finite numbers")
 
 
