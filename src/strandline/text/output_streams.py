@@ -56,6 +56,8 @@ class OutputStream:
         """All tokens so far, for the memory of answers; empty if the request has none."""
         self._logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self._token_spans: list[tuple[int, int] | None] = []
+        self._spans_end = 0
+        """The character at which the last token ends; counted only if log-probabilities are requested."""
         self._cumulative = 0.0
         self._routed = bytearray()
 
@@ -105,30 +107,29 @@ class OutputStream:
         if self.request.recollection is not None:
             self.generated_ids.append(event.token_id)
         self.num_tokens += 1
-        start = self._num_characters
         stop = None
         if self._detokenizer is not None:
             stop = self._detokenizer.append(event.token_id, may_stop=self.num_tokens > self._min_tokens)
-        if event.logprobs is not None and self._logprobs is not None:
-            self._cumulative += event.logprobs.logprob
-            self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer, self.request.token_bytes))
-            self._token_spans.append(self._span(event.token_id, start))
+        if self._logprobs is not None:
+            span = self._next_span(event.token_id)
+            if event.logprobs is not None:
+                self._cumulative += event.logprobs.logprob
+                self._logprobs.append(decode_logprobs(event.logprobs, self._tokenizer, self.request.token_bytes))
+                self._token_spans.append(span)
         if stop is not None:
             self._end(FinishReason.STOP, stop)
         elif event.finish_reason is not None:
             self._end(event.finish_reason, event.stop_reason)
         return stop is not None and event.finish_reason is None
 
-    @property
-    def _num_characters(self) -> int:
-        return self._detokenizer.num_characters if self._detokenizer is not None else 0
-
-    def _span(self, token: int, start: int) -> tuple[int, int] | None:
+    def _next_span(self, token: int) -> tuple[int, int] | None:
         """Return the characters that the last token has added; None: it is no part of the text."""
-        end = max(self._num_characters, start)  # a stop string may have made the text shorter
-        if self._detokenizer is None or (end == start and self._detokenizer.leaves_out(token)):
+        if self._detokenizer is None:
             return None
-        return start, end
+        start = self._spans_end
+        end = max(self._detokenizer.num_characters, start)  # a stop string may have made the text shorter
+        self._spans_end = end
+        return None if end == start and self._detokenizer.leaves_out(token) else (start, end)
 
     def fail(self, text: str) -> None:
         """End the output with an error, whatever state an exception has left it in."""
@@ -149,10 +150,9 @@ class OutputStream:
     def take(self) -> OutputDelta:
         """Return the new output since the last call."""
         token_ids, self._token_ids = self._token_ids, []
-        logprobs = self._logprobs
+        logprobs, token_spans = self._logprobs, self._token_spans
         if logprobs is not None:
-            self._logprobs = []
-        token_spans, self._token_spans = self._token_spans, []
+            self._logprobs, self._token_spans = [], []
         is_end = self.finish_reason is not None and not self._is_end_taken
         self._is_end_taken = self._is_end_taken or is_end
         text, marks = self._detokenizer.take() if self._detokenizer is not None else ("", ())

@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import PropertyMock, patch
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,7 @@ from strandline.records.events import FinishReason, Limits, StepEvents, TokenEve
 from strandline.records.outputs import RequestDelta, RequestOutput
 from strandline.records.plan import TokenLogprobs
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
+from strandline.text.detokenizer import Detokenizer
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
@@ -29,14 +30,16 @@ def step_of(names: Sequence[RequestId], token: int, reason: FinishReason | None)
     return StepEvents([TokenEvent(name, token, logprobs, reason, None, None) for name in names])
 
 
-def run(tokens: Sequence[int], taken_after: set[int], interval: int = 0) -> tuple[RequestOutput, list[RequestDelta]]:
+def run(
+    tokens: Sequence[int], taken_after: set[int], interval: int = 0, params: SamplingParams = PARAMS
+) -> tuple[RequestOutput, list[RequestDelta]]:
     """Return the output of two equal sequences, and the deltas that were taken after some of the steps.
 
     Args:
         interval: take also what is due at this interval; 0: nothing.
     """
     frontend = Frontend(LIMITS, tokenizer=TOKENIZER, clock=lambda: 0.0)
-    request = frontend.check([1, 2, 3], frontend.check_params(PARAMS))
+    request = frontend.check([1, 2, 3], frontend.check_params(params))
     names = [submission.new.request_id for submission in frontend.open("r", request)]
     stream = frontend.requests["r"]
     output, deltas = stream.empty_output(), []
@@ -76,6 +79,13 @@ def test_each_token_has_the_characters_that_it_adds() -> None:
     _, [delta] = run(TOKENIZER.encode("aé日b"), set())
     halves = [(1, 1), (1, 2), (2, 2), (2, 2), (2, 3)]  # the last token of a character adds it
     assert [list(output.token_spans) for output in delta.outputs] == [[(0, 1), *halves, (3, 4)]] * 2
+
+
+def test_characters_are_counted_only_for_logprobs() -> None:
+    params = SamplingParams(max_tokens=30)
+    with patch.object(Detokenizer, "num_characters", PropertyMock(side_effect=AssertionError)):
+        output, [delta] = run(TOKENIZER.encode("aé"), set(), params=params)
+    assert (output.outputs[0].text, list(delta.outputs[0].token_spans)) == ("aé", [])
 
 
 @pytest.mark.parametrize(
