@@ -19,11 +19,8 @@ class SegmentKind(Enum):
     """A part of the call's arguments, as JSON."""
 
 
-class Span(NamedTuple):
-    """Characters ``[start, end)`` of a text."""
-
-    start: int
-    end: int
+Span = tuple[int, int]
+"""Characters ``[start, end)`` of a text."""
 
 
 @dataclass(slots=True)
@@ -41,33 +38,33 @@ class Segment:
         """Return the segment with spans that begin this many characters later."""
         if not self.spans:
             return self
-        spans = [Span(start + num_characters, end + num_characters) for start, end in self.spans]
-        return Segment(self.kind, self.text, self.call_id, tuple(spans))
+        spans = tuple((start + num_characters, end + num_characters) for start, end in self.spans)
+        return Segment(self.kind, self.text, self.call_id, spans)
 
     def part(self, start: int, end: int) -> "Segment":
         """Return characters ``[start, end)`` of content that was read from the parsed text as it is."""
         spans: list[Span] = []
         num_before = 0
-        for span in self.spans:
-            offset = span.start - num_before
-            first, last = max(start, num_before), min(end, num_before + span.end - span.start)
+        for span_start, span_end in self.spans:
+            offset = span_start - num_before
+            first, last = max(start, num_before), min(end, span_end - offset)
             if first < last:
-                spans.append(Span(first + offset, last + offset))
-            num_before += span.end - span.start
+                spans.append((first + offset, last + offset))
+            num_before = span_end - offset
         return Segment(self.kind, self.text[start:end], self.call_id, tuple(spans))
 
     def followed_by(self, other: "Segment") -> "Segment":
         """Return this segment with the text of the next one, of the same kind."""
         spans = self.spans + other.spans
-        if self.spans and other.spans and self.spans[-1].end == other.spans[0].start:
-            met = Span(self.spans[-1].start, other.spans[0].end)
+        if self.spans and other.spans and self.spans[-1][1] == other.spans[0][0]:
+            met = (self.spans[-1][0], other.spans[0][1])
             spans = (*self.spans[:-1], met, *other.spans[1:])
         return Segment(self.kind, self.text + other.text, None, spans)
 
 
 def content(text: str, end: int) -> Segment:
     """Return content that ends at a character of the parsed text and stands there as it is."""
-    return Segment(SegmentKind.CONTENT, text, None, (Span(end - len(text), end),) if text else ())
+    return Segment(SegmentKind.CONTENT, text, None, ((end - len(text), end),) if text else ())
 
 
 class SegmentParser(Protocol):

@@ -43,6 +43,10 @@ class ToolCallParser:
         self._calls_start = 0
         """The character at which the latest calls begin."""
 
+    def skip(self, num_characters: int) -> None:
+        """Count characters before the text in the spans of its segments."""
+        self._num_fed += num_characters
+
     def feed(self, text: str) -> list[Segment]:
         segments: list[Segment] = []
         self._num_fed += len(text)

@@ -11,8 +11,8 @@ from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import CallTag, ReasoningRules
 from strandline.text.channels import CHANNEL, TAGS, ChannelParser
 from strandline.text.reasoning import StrayClose, ThinkParser
-from strandline.text.segments import Segment, SegmentKind, SegmentParser, content, merge_segments
-from strandline.text.tool_calls import Schemas
+from strandline.text.segments import Segment, SegmentKind, content, merge_segments
+from strandline.text.tool_calls import Schemas, ToolCallParser
 from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
 
 Json = dict[str, Any]
@@ -141,7 +141,7 @@ class ToolCall:
 class OutputParser:
     """Parses one output as it grows, and keeps what was parsed."""
 
-    def __init__(self, think: ThinkParser | ChannelParser | None = None, tools: SegmentParser | None = None) -> None:
+    def __init__(self, think: ThinkParser | ChannelParser | None = None, tools: ToolCallParser | None = None) -> None:
         self.reasoning = ""
         self.content = ""
         self.calls: list[ToolCall] = []
@@ -149,8 +149,7 @@ class OutputParser:
         self._tools = tools
         self._stray_close = StrayClose()
         self._num_fed = 0
-        self._content_start: int | None = None
-        """The character at which the content begins, with the calls in it; None: it has not begun."""
+        self._is_content_begun = False
 
     def feed(self, text: str, marks: Collection[int] = ()) -> list[Segment]:
         """Add text; return its segments.
@@ -163,7 +162,7 @@ class OutputParser:
     def finish(self) -> list[Segment]:
         """End the output; return the segments that were held back."""
         segments = self._split_calls(self._think.finish()) if self._think is not None else []
-        segments += self._drop_stray_close(self._placed(self._tools.finish())) if self._tools is not None else []
+        segments += self._drop_stray_close(self._tools.finish()) if self._tools is not None else []
         return self._keep([*segments, *self._stray_close.finish()])
 
     def _split_reasoning(self, text: str, marks: Collection[int]) -> list[Segment]:
@@ -176,16 +175,13 @@ class OutputParser:
         found: list[Segment] = []
         for segment in segments:
             if segment.kind is SegmentKind.CONTENT:
-                if self._content_start is None and segment.spans:
-                    self._content_start = segment.spans[0].start
-                found += self._drop_stray_close(self._placed(self._tools.feed(segment.text)))
+                if segment.spans and not self._is_content_begun:
+                    self._is_content_begun = True
+                    self._tools.skip(segment.spans[0][0])
+                found += self._drop_stray_close(self._tools.feed(segment.text))
             else:
                 found.append(segment)
         return found
-
-    def _placed(self, segments: list[Segment]) -> list[Segment]:
-        """Return segments of the content as segments of the whole text."""
-        return [segment.shifted(self._content_start or 0) for segment in segments]
 
     def _drop_stray_close(self, segments: list[Segment]) -> list[Segment]:
         is_due = self._think is not None and self._think.is_ended_by_call
