@@ -78,14 +78,14 @@ class Parser(argparse.ArgumentParser):
 
     def _reject(self, name: str, parsed: argparse.Namespace) -> NoReturn:
         parser: argparse.ArgumentParser = getattr(parsed, "parser", self)
-        reason = FOREIGN_FLAGS.get(name.split("=")[0])
-        if reason is not None:
-            parser.error(f"{name.split('=')[0]}: {reason}")
-        known = list(parser._option_string_actions)
-        whole, _, field = name.split("=")[0].partition(".")
-        if field and whole in known:
-            parser.error(f"{whole}.{field}: fields are given together, as JSON: {whole} '{{\"{field}\": ...}}'")
-        nearest = _nearest_flag(name.split("=")[0], known)
+        flag = name.split("=")[0]
+        whole, _, field = flag.partition(".")
+        if whole in FOREIGN_FLAGS:
+            parser.error(f"{whole}: {FOREIGN_FLAGS[whole]}")
+        known = parser._option_string_actions
+        if field and whole in known and known[whole].metavar == "JSON":
+            parser.error(f"{flag}: fields are given together, as JSON: {whole} '{{\"{field}\": ...}}'")
+        nearest = _nearest_flag(flag, list(known))
         parser.error(f"unknown argument {name}" + (f"; did you mean {nearest}?" if nearest else ""))
 
 

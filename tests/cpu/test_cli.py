@@ -56,6 +56,8 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["serve", "--dtype", "half"], "'float16'); use float16\n"),
         (["serve", "--kv-cache-dtype", "bfloat16"], "; use auto: keys and values have the dtype of activations"),
         (["serve", "--speculative-config.method", "ngram"], "as JSON: --speculative-config '{\"method\": ...}'\n"),
+        (["serve", "--compilation-config.level=3"], "--compilation-config: not needed"),
+        (["serve", "--max-num-seqs.n", "3"], "unknown argument --max-num-seqs.n; did you mean --max-num-seqs?\n"),
         (["serve", "--log-level", "WARN"], "; did you mean 'warning'?\n"),
         (["nothing"], "invalid choice: 'nothing'"),
         (

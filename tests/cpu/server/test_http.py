@@ -169,6 +169,7 @@ def test_path_of_another_base_url_gets_the_right_one(server: ServerProcess, path
         ("/v1/messages/batches", "send each request by itself"),
         ("/v1/files", "send their text in messages"),
         ("/api/chat", "Ollama's API is not served; set the client up for OpenAI's"),
+        ("/api/version", "Ollama's API is not served"),
         ("/v1beta/models/demo:generateContent", "Google's API is not served"),
         ("/generate", "send tokens to /inference/v1/generate"),
         ("/v1", "/v1 is the base URL of OpenAI's clients"),

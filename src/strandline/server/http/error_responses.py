@@ -40,7 +40,10 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_OPENAIS: Final = "set the client up for OpenAI's API, with /v1 as its base URL"
+_OLLAMAS: Final = f"Ollama's API is not served; {_OPENAIS}"
 NOT_SERVED: Final[Mapping[str, str]] = {
+    "/api/version": _OLLAMAS,
     "/v1/batches": "batches are not served; send each request by itself, and many at the same time",
     "/v1/conversations": "conversations are not stored; send previous_response_id, or the whole conversation as input",
     "/v1/files": "files are not stored; send their text in messages",
@@ -48,9 +51,8 @@ NOT_SERVED: Final[Mapping[str, str]] = {
     "/v1/responses/compact": "conversations are not compacted here; ask for a summary, and send it as input",
 }
 """Paths of the APIs of others that are not served, with those below them, and what to do instead."""
-_OPENAIS: Final = "set the client up for OpenAI's API, with /v1 as its base URL"
 FOREIGN_APIS: Final[Mapping[str, str]] = {
-    "/api": f"Ollama's API is not served; {_OPENAIS}",
+    "/api": _OLLAMAS,
     "/v1beta": f"Google's API is not served; {_OPENAIS}",
     "/generate": f"SGLang's own API is not served; {_OPENAIS}, or send tokens to /inference/v1/generate",
 }
