@@ -99,7 +99,7 @@ def _nearest_flag(name: str, known: Sequence[str]) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    given = [argument_text(each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    given = sys.argv[1:] if arguments is None else arguments
     open_standard_streams()
     try:
         parser = build_parser()
@@ -154,11 +154,13 @@ def _add_generate(commands: Any) -> None:
         description="Continue texts without the chat template.",
         usage="strandline generate [PROMPT ...] [options]",
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: read from stdin)")
+    text = "text to continue (default: read from stdin)"
+    parser.add_argument("prompts", nargs="*", type=argument_text, metavar="PROMPT", help=text)
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     add_engine_flags(parser)
     _add_sampling_flags(parser, GENERATE_MAX_TOKENS)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text (may be repeated)")
+    text = "stop at this text (may be repeated)"
+    parser.add_argument("--stop", action="append", type=argument_text, metavar="TEXT", help=text)
     parser.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt (default: %(default)s)")
     parser.set_defaults(run=_run_generate, parser=parser)
 
@@ -170,7 +172,8 @@ def _add_chat(commands: Any) -> None:
         description="Talk with a model; Ctrl-D ends.",
         usage="strandline chat [options]",
     )
-    parser.add_argument("--system-prompt", metavar="TEXT", help="system message that precedes the conversation")
+    text = "system message that precedes the conversation"
+    parser.add_argument("--system-prompt", type=argument_text, metavar="TEXT", help=text)
     parser.add_argument("--model", default="demo", help=MODEL_HELP)
     add_engine_flags(parser)
     _add_sampling_flags(parser, CHAT_MAX_TOKENS)
@@ -318,7 +321,10 @@ def _is_model_directory(text: str) -> bool:
 def _read_prompt() -> str:
     if sys.stdin.isatty():
         print("Type a prompt; Ctrl-D ends it.", file=sys.stderr)
-    return read_stdin()
+    try:
+        return read_stdin()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt on standard input is not text: {error}") from error
 
 
 def _run_chat(options: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """Text that users give to commands, and that commands print: files, arguments and standard streams.
 
-Files are UTF-8 whatever the locale. Arguments and standard input have the locale's encoding, but UTF-8 where that is
-ASCII, which UTF-8 contains. Files and standard input may begin with a byte order mark and have line ends of any system.
+Files are UTF-8 whatever the locale. Prompts in arguments and standard input have the locale's encoding, but UTF-8 where
+that is ASCII, which UTF-8 contains. Files and standard input may begin with a byte order mark and have line ends of any
+system.
 """
 
 import json
@@ -15,8 +16,6 @@ from typing import Any, Final
 
 ENCODING: Final = "utf-8-sig"
 """UTF-8 whose byte order mark, if there is one, is left out."""
-MARK: Final = "\ufeff"
-"""A byte order mark, decoded."""
 
 
 def read_text(path: str | Path) -> str:
@@ -39,18 +38,25 @@ def json_lines(lines: Iterable[str]) -> Iterator[Any]:
 
 
 def read_stdin() -> str:
-    """Return all of standard input."""
-    return sys.stdin.read().removeprefix(MARK)
+    """Return all of standard input.
+
+    Raises:
+        UnicodeDecodeError: it is not text.
+    """
+    return sys.stdin.read().encode(errors="surrogateescape").decode()
 
 
 def argument_text(argument: str) -> str:
-    """Return an argument of a command, read as UTF-8 if its bytes are no text in the locale's encoding."""
+    """Return a text that is an argument, read as UTF-8 if its bytes are no text in the locale's encoding.
+
+    Not for names of files: Python decodes such bytes to surrogates, and opens files by these.
+    """
     try:
         argument.encode()
     except UnicodeEncodeError:
         try:
             return os.fsencode(argument).decode()
-        except UnicodeDecodeError:
+        except UnicodeError:
             return argument
     return argument
 
@@ -58,11 +64,12 @@ def argument_text(argument: str) -> str:
 def open_standard_streams() -> None:
     """Let the standard streams transfer every text, whatever the locale.
 
-    Bytes of standard input that are no text become surrogates, which requests refuse; characters that standard output
+    Bytes of standard input that are no text become surrogates, which are refused later; characters that standard output
     has no bytes for are written as escapes, as they are on standard error.
     """
     if isinstance(sys.stdin, TextIOWrapper):
-        encoding = "utf-8" if lookup(sys.stdin.encoding).name == "ascii" else sys.stdin.encoding
+        name = lookup(sys.stdin.encoding).name
+        encoding = ENCODING if name in ("ascii", "utf-8") else name
         sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape", newline=None)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

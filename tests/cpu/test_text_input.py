@@ -11,14 +11,15 @@ import pytest
 
 from strandline.bench.serving.result import read_results
 from strandline.bench.traces import read_trace
+from strandline.cli import build_parser
 from strandline.text_input import argument_text, json_lines, open_standard_streams, read_stdin, read_text
 
 MARK = b"\xef\xbb\xbf"
 PRINT_PROMPT = """
-from strandline.text_input import argument_text, open_standard_streams, read_stdin
+from strandline.text_input import argument_text, open_standard_streams
 import sys
 open_standard_streams()
-print(ascii([argument_text(sys.argv[1]), read_stdin()]))
+print(ascii([argument_text(sys.argv[1]), sys.stdin.readline(), sys.stdin.read()]))
 print(chr(0xE9) + chr(0x1F600))
 """
 
@@ -70,13 +71,23 @@ def test_prompts_are_utf_8_in_ascii_locales(locale: dict[str, str]) -> None:
         check=True,
     )
     given, printed = done.stdout.splitlines()
-    assert given == ascii(["é😀", "ü\n\x00"]).encode()
+    assert given == ascii(["é😀", "ü\n", "\x00"]).encode()
     is_ascii = "PYTHONIOENCODING" in locale or "PYTHONUTF8" in locale
     assert printed == (b"\\xe9\\U0001f600" if is_ascii else "é😀".encode())
 
 
-def test_bytes_that_are_no_text_become_surrogates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+def test_bytes_that_are_no_text_are_refused_or_become_surrogates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xe9\ncaf\xe9"), "utf-8"))
     open_standard_streams()
-    assert read_stdin() == "caf\udce9"
+    assert input() == "a\udce9"
+    with pytest.raises(UnicodeDecodeError, match="byte 0xe9 in position 3"):
+        read_stdin()
     assert argument_text("caf\udce9") == "caf\udce9"
+
+
+def test_texts_are_utf_8_and_names_of_files_stay() -> None:
+    given = "caf\udcc3\udca9"  # what Python makes of UTF-8 in an ASCII locale
+    options = build_parser().parse_args(["explain", "--prompt", given, "--prompt-file", given])
+    assert (options.prompt, options.prompt_file) == ("café", given)
+    options = build_parser().parse_args(["generate", given, "--stop", given, "--model", given])
+    assert (options.prompts, options.stop, options.model) == (["café"], ["café"], given)

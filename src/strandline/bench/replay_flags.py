@@ -7,6 +7,7 @@ import argparse
 
 from strandline.bench.known_models import DEFAULT_GEOMETRY
 from strandline.specs import SNAPSHOT_DTYPES
+from strandline.text_input import argument_text
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +28,11 @@ def add_explain_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``explain``."""
     parser.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of one of the server's last requests")
     add = parser.add_argument_group("on a running server").add_argument
-    add("--prompt", metavar="TEXT", help="a prompt, as text")
+    add("--prompt", type=argument_text, metavar="TEXT", help="a prompt, as text")
     add("--prompt-file", metavar="FILE", help="a prompt, as a text file; - is standard input")
     add("--tokens", metavar="IDS", help="a prompt, as token ids separated by commas")
     add("--messages", metavar="FILE", help="a conversation, as a JSON file; - is standard input")
-    add("--salt", metavar="TEXT", help="the cache_salt of the request")
+    add("--salt", type=argument_text, metavar="TEXT", help="the cache_salt of the request")
     add("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
     add("--api-key", metavar="KEY", help="default: the environment variable STRANDLINE_API_KEY")
     group = parser.add_argument_group("in a replayed trace")

@@ -237,7 +237,7 @@ def read_template(given: str | None) -> str | None:
     """Return the chat template in a file, the bundled one of a name, or the text itself if it looks like a template.
 
     Raises:
-        ConfigError: it is neither, or has a syntax error.
+        ConfigError: it is neither, is not UTF-8, or has a syntax error.
     """
     if given is None:
         return None
@@ -246,6 +246,8 @@ def read_template(given: str | None) -> str | None:
         path = Path(given)
         try:
             template = read_text(STRICT_TEMPLATE if given == "strict" and not path.exists() else path)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--chat-template {given!r} is not UTF-8: {error}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"--chat-template {given!r} is neither a file nor a template: {error}") from error
     check_template(template)

@@ -5,6 +5,7 @@ transformers is imported by the functions that need it, so that importing the te
 
 import logging
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -118,6 +119,8 @@ def load_tokenizer(name: str) -> Any:
         raise ConfigError(f"no tokenizer in {name}: {reason}; name one with --tokenizer")
     if not tokenizer.chat_template and (directory / PROCESSOR_TEMPLATE).is_file():
         tokenizer.chat_template = read_json_object(directory / PROCESSOR_TEMPLATE).get("chat_template")
+    if isinstance(tokenizer.chat_template, str):  # transformers keeps a byte order mark
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
 
 
@@ -126,6 +129,8 @@ def _why_no_tokenizer(directory: Path, fault: str) -> str:
     for path in (directory / TOKENIZER, directory / TOKENIZER_CONFIG, directory / SPECIAL_TOKENS):
         try:
             if path.is_file():
+                if path.read_bytes().startswith(BOM_UTF8):
+                    return f"{path} begins with a byte order mark, which its readers refuse; save it without one"
                 read_json_object(path)
         except ConfigError as error:
             return str(error)

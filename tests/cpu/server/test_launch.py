@@ -40,7 +40,7 @@ def test_template_that_is_neither_file_nor_template_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match="--chat-template 'nowhere' is neither a file nor a template"):
         read_template("nowhere")
     (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="is neither a file nor a template: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match="bytes' is not UTF-8: 'utf-8' codec"):
         read_template(str(tmp_path / "bytes"))
 
 

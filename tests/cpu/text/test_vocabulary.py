@@ -203,6 +203,7 @@ def test_directories_without_a_tokenizer_are_refused(tmp_path: Path, files: dict
     [
         ("special_tokens_map.json", b"[]", r"special_tokens_map\.json must be a JSON object, got \[\]"),
         ("special_tokens_map.json", b"{", r"special_tokens_map\.json cannot be read as JSON"),
+        ("tokenizer_config.json", b"\xef\xbb\xbf{}", r"tokenizer_config\.json begins with a byte order mark"),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja cannot be read as text"),
     ],
 )
@@ -211,6 +212,12 @@ def test_broken_files_beside_a_tokenizer_are_named(tmp_path: Path, name: str, co
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"no tokenizer in .*{message}"):
         load_tokenizer(str(tmp_path))
+
+
+def test_template_has_no_byte_order_mark(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8-sig")
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages }}"
 
 
 def test_a_name_of_neither_directory_nor_hub_is_refused() -> None:
