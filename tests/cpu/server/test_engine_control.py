@@ -25,8 +25,9 @@ DIRECTORY = "/weights"
 
 
 class Core:
-    """An engine's end of the socket: records actions and answers them, but for those of the kind in ``unanswered``, and
-    with a refusal of the kind in ``refused``.
+    """An engine's end of the socket: records actions and answers them.
+
+    Actions of the kind in ``refused`` are answered with a refusal, those of the kind in ``unanswered`` not at all.
     """
 
     def __init__(self) -> None:

@@ -68,7 +68,7 @@ class _NoGraph:
 def _capture_stream() -> torch.cuda.Stream:
     """Return the stream that a process captures all its graphs on.
 
-    For each stream that has multiplied, torch keeps a workspace of cuBLAS for ever.
+    torch keeps a cuBLAS workspace for each stream on which a GEMM has run, and never frees it.
     """
     return torch.cuda.Stream()
 

@@ -13,7 +13,7 @@ from strandline.errors import RequestError
 from strandline.server.http.request_log import warn_once
 
 NEARNESS: Final = 0.8
-"""How alike an unknown name and a parameter's are where one was meant to be the other."""
+"""Least similarity of an unknown name to a parameter's at which the name is taken for a misspelling."""
 UNKNOWN: Final = "parameter %s is unknown and ignored"
 
 P = TypeVar("P", bound=BaseModel)
@@ -27,13 +27,17 @@ async def check_query(request: Request) -> None:
     """
     route, query = request.scope["route"], request.query_params
     if route.dependant.body_params and query:
-        raise RequestError(f"{route.path} reads its body, and no query", param=next(iter(query))[:100])
+        raise RequestError(
+            f"{route.path} reads parameters from the body, not from the query", param=next(iter(query))[:100]
+        )
     known = list(_names(route.dependant.query_params))
     for name in query:
         if name in known:
             continue
         if nearest := get_close_matches(name, known, n=1, cutoff=NEARNESS):
-            raise RequestError(f"{route.path} has no parameter {name[:100]!r}, but {nearest[0]}", param=name[:100])
+            raise RequestError(
+                f"{route.path} has no parameter {name[:100]!r}; did you mean {nearest[0]!r}?", param=name[:100]
+            )
         warn_once(UNKNOWN, name)
 
 
@@ -45,10 +49,10 @@ def _names(parameters: list[Any]) -> Iterator[str]:
 
 
 async def with_body(request: Request, given: P) -> P:
-    """Return parameters of the query, and from the fields of a JSON body those that the query has not.
+    """Return the parameters of the query, and of the fields of a JSON body those that the query does not have.
 
-    vLLM ignores them there, though clients of it send them: a ``mode`` that is ignored would end requests that were to
-    be kept. Unknown fields are logged.
+    vLLM ignores such fields, although its clients send them: if ``mode`` was ignored, requests that were to be kept
+    would end. Unknown fields are logged.
 
     Raises:
         RequestError: the body is not a JSON object.

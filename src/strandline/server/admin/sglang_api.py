@@ -85,7 +85,7 @@ def add_sglang(app: FastAPI, client: EngineClient, control: EngineControl, guard
         while not await control.reset_cache(forced=False):
             if SYSTEM_CLOCK() >= given_up_s:
                 raise RequestError(
-                    "the cache is not flushed while requests run; timeout says how long to wait for them"
+                    "the cache is not flushed while requests run; timeout is how many seconds to wait for them"
                 )
             await asyncio.sleep(RETRY_S)
         return json_response({"success": True, "message": "Cache flushed."})

@@ -13,7 +13,7 @@ class EngineState:
     given_back: set[Memory] = field(default_factory=set)
     """Memory that the engines do not have."""
     being_taken: Memory | None = None
-    """Memory of these that the engines are taking again."""
+    """The part of ``given_back`` that the engines are taking again; None: they are taking none."""
     sleep_level: int = 0
     """How the weights were given back, if they were."""
     was_reset: bool = False
