@@ -257,8 +257,9 @@ def read_part(file: int, part: FilePart, header: Header) -> memoryview:
 
 def require_sizes(part: FilePart, header: Header) -> None:
     """Raise ``LostItemsError`` if items of a part have other sizes than they must have."""
-    if tuple(header.sizes[item] for item in part.items) != part.sizes:
-        raise LostItemsError(f"{part.file.name}: its snapshot has another window", part.items)
+    sizes = dict(enumerate(header.sizes))
+    if tuple(map(sizes.get, part.items)) != part.sizes:
+        raise LostItemsError(f"{part.file.name}: its items have other sizes, or are cut off", part.items)
 
 
 def split_target(part: FilePart, target: memoryview) -> Iterator[tuple[int, memoryview]]:
