@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import ENOSPC, EPERM
@@ -49,6 +50,8 @@ FREED_SHARE: Final = 16
 MAX_FILE_BYTES: Final = 64 * 2**20
 UNUSED_NS: Final = 2**63
 """Instead of the time of last use: the file is being written."""
+TICK_NS: Final = 20_000_000
+"""Times of change that differ by less may be equal."""
 OTHERS: Final = 0o077
 """Permissions of other users."""
 
@@ -74,12 +77,12 @@ class SharedDirectory:
     Attributes:
         max_file_bytes: most bytes of blocks in a file: a small part of the directory.
         num_threads: how many read and write at once.
-        refresh_s: time from one listing to the next, if no file is new or gone.
+        refresh_s: time from one listing to the next, if no file is new or gone: it finds which have been used.
         look_s: time from one look at ``stamp`` to the next.
     """
 
     num_threads: Final = 4
-    refresh_s: Final = 2.0
+    refresh_s: Final = 10.0
     look_s: Final = 0.5
 
     def __init__(
@@ -90,6 +93,9 @@ class SharedDirectory:
         self._contents = FileContents(dict(layout), "", block_bytes, snapshot_sizes)
         folder, self._layout = folder_of(layout)
         self.folder = root / folder
+        ranks = range(int(layout["tensor-parallel size"])) if "rank" in layout else ()
+        self._folders = [root / folder_of({**layout, "rank": str(rank)})[0] for rank in ranks] or [self.folder]
+        """Those of all ranks, which store the same under the same names."""
         self.title = f"object store {root}"
 
     def require_access(self) -> None:
@@ -173,10 +179,13 @@ class SharedDirectory:
 
     def stamp(self) -> int | None:
         """Return a number that changes when files are added or removed, at little cost; None: the folder is gone."""
+        now_ns = time.time_ns()
         try:
-            return os.stat(self.folder).st_mtime_ns
+            changed_ns = os.stat(self.folder).st_mtime_ns
         except OSError:
             return None
+        # After a change, further ones in the same tick of the clock would not show.
+        return changed_ns if changed_ns < now_ns - TICK_NS else now_ns
 
     def measure(self) -> DirectoryUse:
         """Return what the directory holds, over all layouts."""
@@ -191,9 +200,11 @@ class SharedDirectory:
         return DirectoryUse(len(sizes), sum(sizes), max(self._max_bytes - sum(sizes), 0))
 
     def set_used(self, name: str, used_s: float) -> None:
-        """Set the time of a file's last use, if it is there."""
-        with suppress(OSError):
-            os.utime(self.folder / name, (used_s, used_s), follow_symlinks=False)
+        """Set the time of a file's last use on all ranks, where it is there and has not been used later."""
+        for folder in self._folders:
+            with suppress(OSError):
+                if os.stat(folder / name, follow_symlinks=False).st_mtime < used_s:
+                    os.utime(folder / name, (used_s, used_s), follow_symlinks=False)
 
     def headers(self, names: Sequence[str]) -> Iterator[Header | OSError | None]:
         """Yield the header of each file, or the error that prevents reading it now; None: it is gone, or of no use."""

@@ -14,7 +14,7 @@ from strandline.cache.policy.resume_rules import AT_SNAPSHOTS
 from strandline.cache.resume import ResumeRule
 from strandline.cache.size import CacheSize, WindowClass
 from strandline.cache.tiers import LoadCosts, Loads, LowerMemory
-from strandline.cache.tiers.known_paths import FoundPath, LostBlock, LostSnapshot
+from strandline.cache.tiers.known_paths import FoundPath, LostBlock, LostPath, LostSnapshot
 from strandline.cache.tiers.loads import EndedLoad
 from strandline.cache.tiers.reset import reset
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, RequestId, TransferId
@@ -253,8 +253,11 @@ class Driver:
     def lose(self, tokens: Sequence[int], salt: str = "") -> None:
         """Note that the store has lost the last block of some tokens or, if they end inside one, their snapshot."""
         tier, lost = self.loads.tiers[-1], LostSnapshot if len(tokens) % BLOCK_TOKENS else LostBlock
-        self.loads.forget(tier.store, (), [lost(tier.tree.name(salt), bytes(TokenBuffer(tokens).data))])
         data = TokenBuffer(tokens).data
+        left: Sequence[LostPath] = [lost(tier.tree.name(salt), bytes(data))]
+        while left:
+            left = self.loads.forget(tier.store, (), left)
+            check(self.cache)
         if len(tokens) % BLOCK_TOKENS:
             assert tier.copy_of(tier.tree.name(salt), data, len(tokens)) is None
         elif (end := tier.tree.find(tier.tree.name(salt), data, len(tokens) // BLOCK_TOKENS)) is not None:

@@ -201,6 +201,26 @@ def test_what_others_continue_is_as_recent_as_that(tmp_path: Path) -> None:
     catalog.close()
 
 
+def test_beginnings_of_several_are_set_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = shared.opened(tmp_path)
+    for end in range(1, 5):
+        blocks = StoredBlocks(end - 1, (1,))
+        path = StoredPath("tree", encode([7] * 64 * end), blocks, 2, 0, SnapshotKind.MARK, 0, is_shared=False)
+        for each, size in ((blocks, shared.BLOCK_BYTES), (None, shared.SNAPSHOT_BYTES)):
+            file = files.new_file(path, each, (size,))
+            files.write(file, [[bytes(size)]])
+            used_s = 1000.0 * end if each is None else 500.0
+            os.utime(files.folder / file.name, (used_s, used_s))
+    calls, set_used = list[str](), SharedDirectory.set_used
+    monkeypatch.setattr(SharedDirectory, "set_used", lambda *args: (calls.append(args[1]), set_used(*args)))
+    catalog = ObjectCatalog(files, has_snapshots=True)
+    assert (len(calls), len(set(calls))) == (4, 4)
+    catalog.refresh()
+    catalog.refresh()
+    assert len(calls) == 4
+    catalog.close()
+
+
 def test_a_directory_that_is_removed_has_no_files(tmp_path: Path) -> None:
     files = shared.opened(tmp_path)
     write_path(files, 1)

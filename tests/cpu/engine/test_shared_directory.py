@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from strandline import LLM
+from strandline.cache.tiers import adoption
 from strandline.engine.caching import object_catalog
 from strandline.errors import ConfigError
 from strandline.transfer import shared_directory
@@ -60,16 +61,22 @@ def test_first_request_after_idling_hits_what_another_engine_wrote(
     close(other)
 
 
-def test_idle_engine_enters_and_forgets_what_comes_and_goes(make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_idle_engine_enters_and_forgets_what_comes_and_goes(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adoption, "MAX_EVICTED", 1)
     idle, other = sharing(make_llm, tmp_path / "shared"), sharing(make_llm, tmp_path / "shared")
     core = idle.engine.core
     assert core.discoveries is not None
     serve(other)
     for is_there in (True, False):
         core.discoveries.catalog.refresh()
-        for _ in range(100):
+        most = 0
+        while select([core.discoveries], (), (), 0.0)[0]:
+            before = objects_of(idle).num_snapshots
             core.exchange()
-        assert (objects_of(idle).num_snapshots > 0) == is_there
+            most = max(most, before - objects_of(idle).num_snapshots)
+        assert (objects_of(idle).num_snapshots > 0, most) == (is_there, int(not is_there))
         shutil.rmtree(tmp_path / "shared", ignore_errors=True)
     store = core.executor._files
     assert (len(core.discoveries.catalog), store._entered, objects_of(idle).num_used_bytes) == (0, {}, 0)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_the_same_tokens_are_written_once(tmp_path: Path) -> None:
 
 
 def test_models_and_ranks_do_not_meet_but_share_the_size(tmp_path: Path) -> None:
-    first, second = opened(tmp_path, 3 * FILE_BYTES), opened(tmp_path, 3 * FILE_BYTES, weights="two", rank="1")
+    first, second = opened(tmp_path, 3 * FILE_BYTES), opened(tmp_path, 3 * FILE_BYTES, weights="two")
     oldest = write(first, 0, used_s=1000.0)
     for seed in (1, 2):
         write(second, seed)
@@ -98,6 +99,25 @@ def test_what_was_used_least_recently_is_removed(tmp_path: Path) -> None:
     write(files, 9)
     assert {written[0].name, new_file(files, 9).name} <= names(files)
     assert written[1].name not in names(files)
+
+
+def test_stamp_changes_until_no_change_can_be_missed(tmp_path: Path) -> None:
+    files = opened(tmp_path)
+    os.utime(files.folder, (1000.0, 1000.0))
+    assert files.stamp() == files.stamp() == 1000 * 10**9
+    os.utime(files.folder)
+    assert files.stamp() != 1000 * 10**9
+    later_s = time.time() + 1000.0
+    os.utime(files.folder, (later_s, later_s))
+    assert files.stamp() != files.stamp(), "as if it had changed just now"
+
+
+def test_uses_are_set_on_all_ranks_and_never_earlier(tmp_path: Path) -> None:
+    first, second = (opened(tmp_path, rank=rank, **{"tensor-parallel size": "2"}) for rank in "01")
+    name = write(first, 1, used_s=1000.0).name
+    write(second, 1, used_s=3000.0)
+    first.set_used(name, 2000.0)
+    assert [os.stat(each.folder / name).st_mtime for each in (first, second)] == [2000.0, 3000.0]
 
 
 def test_engines_that_write_by_turns_never_exceed_the_size(tmp_path: Path) -> None:
@@ -154,6 +174,16 @@ def test_damaged_files_are_lost_and_removed(tmp_path: Path) -> None:
     with pytest.raises(LostItemsError, match="is gone"):
         read(files, file.name)
     assert list(files.headers([file.name])) == [None]
+
+
+def test_items_that_are_cut_off_are_lost(tmp_path: Path) -> None:
+    files, blocks = opened(tmp_path), StoredBlocks(0, (1, 2))
+    path = StoredPath("tree", encode([1] * 128), blocks, 2, 0, SnapshotKind.PROMPT_END, 3, is_shared=True)
+    file = files.new_file(path, blocks, (BLOCK_BYTES,) * 2)
+    files.write(file, [[bytes(BLOCK_BYTES)]] * 2)
+    os.truncate(files.folder / file.name, (files.folder / file.name).stat().st_size - 1)
+    with pytest.raises(LostItemsError, match="are cut off"):
+        list(files.read([FilePart(StoredFile(file.name, 2), (1,), (BLOCK_BYTES,))], NEVER))
 
 
 def test_a_file_under_the_name_of_another_is_not_used(tmp_path: Path) -> None:

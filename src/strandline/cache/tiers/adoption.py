@@ -4,8 +4,10 @@ At start these are the files of an earlier process. In a store that engines shar
 engine runs (``known_paths.py``), and what is gone is evicted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import Final
 
 from strandline.cache.policy.reuse import TICKS_PER_S
 from strandline.cache.tiers.known_paths import FoundPath, KnownPaths, LostPath, LostSnapshot
@@ -18,6 +20,9 @@ from strandline.ids import NO_ADDRESS
 from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.kept import Kept
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
+
+MAX_EVICTED: Final = 64
+"""Most snapshots that are evicted at once because files are gone: a directory may be removed with all that it has."""
 
 
 def last_address(kept: Kept) -> int:
@@ -51,15 +56,31 @@ def adopt_paths(tier: LowerTier, found: Iterable[FoundPath], reuse: UseHistory) 
     return used
 
 
-def forget_paths(tier: LowerTier, lost: Iterable[LostPath]) -> None:
-    """Evict what needs blocks and snapshots that are gone, in whichever file the tier has them."""
-    for path in lost:
-        num_blocks = len(path.data) // BLOCK_KEY_BYTES
-        if isinstance(path, LostSnapshot):
-            if (copy := tier.copy_of(path.tree, path.data, len(path.data) // TOKEN_BYTES)) is not None:
-                tier.evict(copy)
-        elif (end := tier.tree.find(path.tree, path.data, num_blocks)) is not None:
-            tier.cut_off(end.run, num_blocks)
+def forget_paths(tier: LowerTier, lost: Sequence[LostPath]) -> Sequence[LostPath]:
+    """Evict what needs blocks and snapshots that are gone, in whichever file the tier has them.
+
+    Returns:
+        What is left, as ``MAX_EVICTED`` snapshots have been evicted.
+    """
+    num_left = MAX_EVICTED
+    for index, path in enumerate(lost):
+        copies = list(islice(_copies_with(tier, path), num_left))
+        for copy in copies:
+            tier.evict(copy)
+        num_left -= len(copies)
+        if not num_left:
+            return lost[index:]
+    return ()
+
+
+def _copies_with(tier: LowerTier, lost: LostPath) -> Iterable[Copy]:
+    """Return the tier's copies of snapshots that need what is lost."""
+    num_blocks = len(lost.data) // BLOCK_KEY_BYTES
+    if isinstance(lost, LostSnapshot):
+        copy = tier.copy_of(lost.tree, lost.data, len(lost.data) // TOKEN_BYTES)
+        return () if copy is None else (copy,)
+    end = tier.tree.find(lost.tree, lost.data, num_blocks)
+    return () if end is None else tier.column.below(end.run, num_blocks)
 
 
 def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:

@@ -157,26 +157,24 @@ class KnownPaths:
                 else:
                     self._new[name] = file
 
-    def forget(self, names: Iterable[int]) -> list[LostPath]:
-        """Forget files that are gone; return what a tier has to forget that has taken paths with them.
+    def forget(self, name: int) -> LostPath | None:
+        """Forget a file that is gone; return what a tier loses that has taken paths with it.
 
-        What is after lost blocks, and is whole in other files, can be taken once more.
+        What follows lost blocks is lost with them. If it is whole in other files, it can be taken once more.
         """
-        files = {name: self._files[name] for name in names if name in self._files}
-        lost = list[LostPath]()
-        # Where blocks are lost, what follows them is, too.
-        for name, file in sorted(files.items(), key=lambda each: isinstance(each[1], KeptSnapshot)):
-            del self._files[name]
-            kept = file.kept if isinstance(file, _Group) else file
-            tree = self._trees[kept.tree]
-            if isinstance(file, _Group):
-                lost += self._lose(tree, file)
-            elif self._is_taken(tree, name, file) and (found := self._before(tree, file.before)) is not None:
-                lost.append(LostSnapshot(kept.tree, found[0] + file.key))
-            self._new.pop(name, None)
-            _take_out(tree, name, file)
-            if not tree.after:
-                del self._trees[kept.tree]
+        file = self._files.pop(name, None)
+        if file is None:
+            return None
+        kept = file.kept if isinstance(file, _Group) else file
+        tree, lost = self._trees[kept.tree], None
+        if isinstance(file, _Group):
+            lost = self._lose(tree, file)
+        elif self._is_taken(tree, name, file) and (found := self._before(tree, file.before)) is not None:
+            lost = LostSnapshot(kept.tree, found[0] + file.key)
+        self._new.pop(name, None)
+        _take_out(tree, name, file)
+        if not tree.after:
+            del self._trees[kept.tree]
         return lost
 
     def _is_taken(self, tree: _Tree, name: int, file: _File) -> bool:
@@ -184,11 +182,11 @@ class KnownPaths:
         is_end = isinstance(file, KeptSnapshot) == self._has_snapshots
         return is_end and name not in self._new and tree.is_whole(_before(file))
 
-    def _lose(self, tree: _Tree, gone: _Group) -> list[LostPath]:
+    def _lose(self, tree: _Tree, gone: _Group) -> LostPath | None:
         """Take out what follows blocks that are gone; return the first of these, if anything there has been taken."""
         before = self._before(tree, gone.kept.before)
         if before is None:
-            return []
+            return None
         below = list(self._below(tree, gone))
         is_taken = any(self._is_taken(tree, *each) for each in below)
         gone.is_whole, waiting = False, [gone]
@@ -203,7 +201,7 @@ class KnownPaths:
             is_end = file is not gone and isinstance(file, KeptSnapshot) == self._has_snapshots
             if is_end and tree.is_whole(_before(file)):
                 self._new[name] = file
-        return [LostBlock(gone.kept.tree, before[0] + gone.kept.tokens[:BLOCK_KEY_BYTES])] if is_taken else []
+        return LostBlock(gone.kept.tree, before[0] + gone.kept.tokens[:BLOCK_KEY_BYTES]) if is_taken else None
 
     def _below(self, tree: _Tree, first: _Group) -> Iterator[tuple[int, _File]]:
         """Yield the files that have some of a group's blocks, and all that are after these."""

@@ -151,16 +151,20 @@ class Loads:
             self.moves.issue(EnterFiles(store, files))
         adopt_paths(self._tier_of[store], paths, self._parts.reuse)
 
-    def forget(self, store: str, files: tuple[FoundFile, ...], lost: Sequence[LostPath]) -> None:
+    def forget(self, store: str, files: tuple[FoundFile, ...], lost: Sequence[LostPath]) -> Sequence[LostPath]:
         """Forget what is gone from a store that engines share.
 
         Args:
             files: those that are gone, and that hold nothing which the tier still has.
             lost: what they held, and the tier may have.
+
+        Returns:
+            What is lost and has not been forgotten; unless that is nothing, the files have not been either.
         """
-        forget_paths(self._tier_of[store], lost)
-        if files:
+        left = forget_paths(self._tier_of[store], lost)
+        if files and not left:
             self.moves.issue(EnterFiles(store, (), files))
+        return left
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of the tiers, nearest first."""

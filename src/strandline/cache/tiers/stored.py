@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from strandline.cache.tiers.paths import Block, Blocks, path_to, pieces
 from strandline.cache.traversal import continuations, stored_keys
@@ -142,11 +143,11 @@ class Column:
         return PathEnd(run, 0)
 
     def num_children(self, end: PathEnd) -> int:
-        """Count the continuations of a path that the tier has."""
+        """Count the continuations of a path that the tier has, up to two: more of them make no difference."""
         run, depth = end
         if depth < run.end_block:
             return int(run.start_block + self.num_blocks_in(run) > depth)
-        return sum(self.num_blocks_in(child) > 0 for child in continuations(run))
+        return len(list(islice(filter(self.num_blocks_in, continuations(run)), 2)))
 
     def addresses(self, end: PathEnd, first: int = 0) -> "array[int]":
         """Return the addresses of the blocks of a path that the tier has, from ``first`` on."""
@@ -362,7 +363,7 @@ class Copy:
     def num_continuations(self) -> int:
         """Continuations of its path, up to two: those in the tier, or one if it was evicted before its continuation."""
         num_children = 0 if self.column is None else self.column.num_children(self.snapshot.end)
-        return max(int(self.is_interior), min(num_children, 2))
+        return max(int(self.is_interior), num_children)
 
 
 _NONE = array("q")

@@ -26,7 +26,7 @@ from strandline.records.tier_stats import DirectoryUse
 from strandline.transfer.disk_files import Header
 from strandline.transfer.object_files import ObjectFiles
 from strandline.transfer.shared_directory import SharedDirectory
-from strandline.transfer.stored_files import joined, kept_of
+from strandline.transfer.stored_files import SNAPSHOT, joined, kept_of
 
 LOGGER: Final = logging.getLogger("strandline.object_store")
 MAX_SHARE: Final = 0.25
@@ -94,11 +94,12 @@ class ObjectCatalog:
         self._entering: dict[str, FoundFile] = {}
         """Those found that have not been taken."""
         self._lock = Lock()
-        """Guards what is known, and what is to be taken."""
+        """Guards what is to be taken, and what is known while it changes: ``refresh`` alone adds and forgets."""
         self._refreshing = Lock()
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = Event()
         self._logged_s = float("-inf")
+        self._stamp = files.stamp()
         self.refresh()
         self._thread = Thread(target=self._run, name="object catalog", daemon=True)
         self._thread.start()
@@ -144,12 +145,12 @@ class ObjectCatalog:
                 self._useless[name] = modified_s[name]
             else:
                 self._enter(name, header, max(time.time() - modified_s[name], 0.0))
-        self._use_beginnings(modified_s)
-        if SYSTEM_CLOCK() >= self._measured_s + MEASURE_EVERY_S:
-            self.use, self._measured_s = self._files.measure(), SYSTEM_CLOCK()
         with self._lock:
             if self._lost or self._gone or self._entering or self._known.num_new:
                 os.eventfd_write(self._news, 1)
+        self._use_beginnings(modified_s)
+        if SYSTEM_CLOCK() >= self._measured_s + MEASURE_EVERY_S:
+            self.use, self._measured_s = self._files.measure(), SYSTEM_CLOCK()
         if error is not None:
             self._warn("some files of the %s could not be read; they are found later: %s", error)
 
@@ -163,12 +164,14 @@ class ObjectCatalog:
 
     def _forget(self, names: list[str]) -> None:
         """Forget files that are gone."""
-        with self._lock:
-            gone = [self._found.pop(name) for name in names]
-            self._lost.extend(self._known.forget(found.first_address for found in gone))
-            for found in gone:
+        # Blocks first: what follows them is lost with them. One at a time, so that the engine need not wait for all.
+        for name in sorted(names, key=lambda name: name.endswith(SNAPSHOT)):
+            with self._lock:
+                found = self._found.pop(name)
                 del self._names[found.first_address]
-                if self._entering.pop(found.name, None) is None:
+                if (lost := self._known.forget(found.first_address)) is not None:
+                    self._lost.append(lost)
+                if self._entering.pop(name, None) is None:
                     self._gone.append(found)
 
     def _use_beginnings(self, used_s: dict[str, float]) -> None:
@@ -177,7 +180,9 @@ class ObjectCatalog:
         Args:
             used_s: the last use of each file, by name.
         """
-        for name in [name for name in self._found if used_s[name] != self._used_s.get(name)]:
+        changed = [name for name in self._found if used_s[name] != self._used_s.get(name)]
+        # The latest first: what comes before several is set once.
+        for name in sorted(changed, key=used_s.__getitem__, reverse=True):
             last_s = used_s[name]
             for address in self._known.before(self._found[name].first_address):
                 before = self._names[address]
@@ -188,7 +193,7 @@ class ObjectCatalog:
         self._used_s = used_s
 
     def _run(self) -> None:
-        stamp, last_s, wait_s = self._files.stamp(), SYSTEM_CLOCK(), self._files.look_s
+        stamp, last_s, wait_s = self._stamp, SYSTEM_CLOCK(), self._files.look_s
         while not self._is_closed.wait(wait_s):
             start_s, last, stamp = SYSTEM_CLOCK(), stamp, self._files.stamp()
             if stamp == last and start_s < last_s + self._files.refresh_s:
@@ -240,8 +245,9 @@ class Discoveries:
 
     def __init__(self, catalog: ObjectCatalog, loads: Loads) -> None:
         self.catalog, self._loads = catalog, loads
-        for found in iter(catalog.take, None):
-            self._enter(found)
+        self._left: Discovery | None = None
+        """What the last turn has not ended: more is evicted with it than one turn may."""
+        self.turn(float("inf"))
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable when ``turn`` has work."""
@@ -250,16 +256,20 @@ class Discoveries:
     def turn(self, limit_s: float = 0.0) -> None:
         """Enter or take out a few paths, if some are new or gone, and further ones until a limit."""
         end_s = SYSTEM_CLOCK() + limit_s
-        while (found := self.catalog.take()) is not None:
-            self._enter(found)
+        while (found := self._left or self.catalog.take()) is not None:
+            self._left = self._enter(found)
             if SYSTEM_CLOCK() >= end_s:
                 return
 
-    def _enter(self, found: Discovery) -> None:
+    def _enter(self, found: Discovery) -> Discovery | None:
+        """Take out what is lost, then enter what is new; return what is left for another turn."""
         if found.lost or found.gone:
-            self._loads.forget(OBJECTS.store, found.gone, found.lost)
+            left = self._loads.forget(OBJECTS.store, found.gone, found.lost)
+            if left:
+                return found._replace(lost=tuple(left))
         if found.files or found.paths:
             self._loads.adopt(OBJECTS.store, found.files, found.paths)
+        return None
 
     def close(self) -> None:
         """Look for nothing more."""

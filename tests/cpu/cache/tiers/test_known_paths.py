@@ -55,7 +55,7 @@ class Files:
     def forget(self, name: int) -> None:
         self.blocks.pop(name, None)
         self.snapshots.pop(name, None)
-        for lost in self.known.forget([name]):
+        if (lost := self.known.forget(name)) is not None:
             for data in list(self.taken):
                 if data == lost.data or (isinstance(lost, LostBlock) and data.startswith(lost.data)):
                     del self.taken[data]
