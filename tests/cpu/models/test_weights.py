@@ -416,20 +416,26 @@ def test_every_other_shape_is_refused(changed: Callable[..., Path], shape: tuple
         load_float32(changed(lambda tensors: tensors.update({QUERY: torch.zeros(shape)})))
 
 
-@pytest.mark.parametrize("has_index", [True, False])
-def test_the_index_chooses_among_repeated_tensors(changed: Callable[..., Path], *, has_index: bool) -> None:
+@pytest.mark.parametrize("layout", ["index", "index of a folder", "no index"])
+def test_the_index_chooses_among_repeated_tensors(changed: Callable[..., Path], layout: str) -> None:
     directory = changed(lambda _: None)
     index = split_into_shards(directory)
-    holder = json.loads(index.read_text())["weight_map"][QUERY]
+    places = json.loads(index.read_text())["weight_map"]
     for path in sorted(directory.glob("model-*.safetensors")):
-        if path.name != holder:
+        if path.name != places[QUERY]:
             save_file({**load_file(path), QUERY: torch.zeros(1)}, path)
-    if has_index:
-        assert_right(directory, "qwen3_5")
+    if layout == "no index":
+        index.unlink()
+        message = rf"{re.escape(QUERY)} is in model-00001\S+ and model-00002\S+ and model-0"
+        with pytest.raises(WeightsError, match=message):
+            load_float32(directory)
         return
-    index.unlink()
-    with pytest.raises(WeightsError, match=rf"{re.escape(QUERY)} is in model-00001\S+ and model-00002\S+ and model-0"):
-        load_float32(directory)
+    if layout == "index of a folder":
+        (directory / "shards").mkdir()
+        for path in sorted(directory.glob("model-*.safetensors")):
+            path.rename(directory / "shards" / path.name)
+        index.write_text(json.dumps({"weight_map": {name: f"./shards/{place}" for name, place in places.items()}}))
+    assert_right(directory, "qwen3_5")
 
 
 def test_a_missing_shard_is_named_without_an_index(changed: Callable[..., Path]) -> None:

@@ -87,20 +87,21 @@ def open_files(directory: Path, stack: ExitStack) -> list[WeightsFile]:
             says which of them is read.
     """
     files = [WeightsFile(path, stack.enter_context(_open(path))) for path in _find_files(directory)]
-    shards_of = dict[str, list[str]]()
+    paths_of = dict[str, list[Path]]()
     for file in files:
         for name in file.names():
-            shards_of.setdefault(name, []).append(file.path.name)
-    repeated = {name: shards for name, shards in shards_of.items() if len(shards) > 1}
+            paths_of.setdefault(name, []).append(file.path)
+    repeated = {name: paths for name, paths in paths_of.items() if len(paths) > 1}
     if not repeated:
         return files
     index = directory / INDEX_NAME
-    chosen = _read_index(index) if index.is_file() else {}
-    for name, shards in repeated.items():
-        if chosen.get(name) not in shards:
-            raise WeightsError(f"{directory}: {name} is in {' and '.join(shards)}; no {INDEX_NAME} says which is read")
+    chosen = {name: directory / shard for name, shard in _read_index(index).items()} if index.is_file() else {}
+    for name, paths in repeated.items():
+        if chosen.get(name) not in paths:
+            found = " and ".join(path.name for path in paths)
+            raise WeightsError(f"{directory}: {name} is in {found}, and no {INDEX_NAME} says which of them is read")
     return [
-        file.without([name for name in file.names() if name in repeated and chosen[name] != file.path.name])
+        file.without([name for name in file.names() if name in repeated and chosen[name] != file.path])
         for file in files
     ]
 
