@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from strandline.engine.caching import object_catalog
 from strandline.engine.caching.object_catalog import MAX_PATHS, Discovery, ObjectCatalog
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
@@ -183,6 +184,22 @@ def test_what_is_lost_is_taken_before_its_files_are_gone(tmp_path: Path) -> None
     assert (len(second.lost), len(second.gone), len(second.files)) == (MAX_PATHS - 1, 4 * MAX_PATHS - 2, 0), (
         "one for a block and what follows it"
     )
+    catalog.close()
+
+
+def test_paths_follow_all_files_that_they_may_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_catalog, "MAX_FILES", 3)
+    files = shared.opened(tmp_path)
+    paths = [path for seed in range(4) for path in write_path(files, seed)]
+    catalog = ObjectCatalog(files, has_snapshots=True)
+    found = list(iter(catalog.take, None))
+    assert [(len(each.files), len(each.paths)) for each in found] == [(3, 0), (3, 0), (2, 4)]
+    assert {file.name for each in found for file in each.files} == {path.name for path in paths}
+    for path in paths:
+        path.unlink()
+    catalog.refresh()
+    assert [(len(each.lost), len(each.gone)) for each in iter(catalog.take, None)] == [(4, 3), (0, 3), (0, 2)]
+    assert len(catalog) == 0
     catalog.close()
 
 

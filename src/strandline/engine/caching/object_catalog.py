@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice
 from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
@@ -39,6 +39,8 @@ FIRST_ADDRESS: Final = 2**48
 """Addresses of what is found begin here; the numbers of what the engine stores itself stay below."""
 MAX_PATHS: Final = 8
 """Most paths that enter or leave the tier between two steps: each takes time in proportion to its length."""
+MAX_FILES: Final = 256
+"""Most files that become known to the store, or unknown, between two steps."""
 MEASURE_EVERY_S: Final = 5.0
 """Minimum interval between two measurements of a directory, which take as long as a listing of all folders."""
 CATCH_UP_S: Final = 0.1
@@ -90,7 +92,7 @@ class ObjectCatalog:
         self._attempts = count()
         self._addresses = count(FIRST_ADDRESS)
         self._lost: deque[LostPath] = deque()
-        self._gone: list[FoundFile] = []
+        self._gone: deque[FoundFile] = deque()
         self._entering: dict[str, FoundFile] = {}
         """Those found that have not been taken."""
         self._lock = Lock()
@@ -220,11 +222,14 @@ class ObjectCatalog:
             lost = tuple(self._lost.popleft() for _ in range(min(len(self._lost), MAX_PATHS)))
             if self._lost:
                 return Discovery(lost)
-            gone, files, paths = tuple(self._gone), tuple(self._entering.values()), self._known.take(MAX_PATHS)
-            self._gone.clear()
-            self._entering.clear()
+            gone = tuple(self._gone.popleft() for _ in range(min(len(self._gone), MAX_FILES)))
+            files = tuple(islice(self._entering.values(), MAX_FILES))
+            for found in files:
+                del self._entering[found.name]
+            # Paths name addresses of any files.
+            paths = () if self._entering else tuple(self._known.take(MAX_PATHS))
             if lost or gone or files or paths:
-                return Discovery(lost, gone, files, tuple(paths))
+                return Discovery(lost, gone, files, paths)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._news)
             return None
