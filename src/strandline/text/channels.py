@@ -17,6 +17,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 CALL: Final = "<|call|>"
 ENDS: Final = ("<|end|>", CALL, "<|return|>")
 TAGS: Final = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+TAG: Final = re.compile("|".join(map(re.escape, TAGS)))
 
 MAX_HEADER_CHARACTERS: Final = 512
 NAME: Final = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
@@ -60,14 +61,16 @@ class ChannelParser:
                 return segments
             self._is_begun = True
             self._header = "" if self._text.startswith(TO) else None
-        while True:
-            split = split_at_tag(self._text, TAGS)
-            end = self._num_fed - len(self._text) + len(split.before)
-            self._take(split.before, end, segments)
-            self._text = split.after
-            if split.tag is None:
-                return segments
-            self._take_tag(split.tag, end, segments)
+        text, start = self._text, 0
+        num_before = self._num_fed - len(text)
+        for tag in TAG.finditer(text):
+            self._take(text[start : tag.start()], num_before + tag.start(), segments)
+            self._take_tag(tag[0], num_before + tag.start(), segments)
+            start = tag.end()
+        rest = split_at_tag(text[start:], TAGS)  # its end may be the beginning of a tag
+        self._take(rest.before, self._num_fed - len(rest.after), segments)
+        self._text = rest.after
+        return segments
 
     def finish(self) -> list[Segment]:
         """End the answer; return what was held back."""

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import ReasoningRules
-from strandline.text.segments import HeldSpace, Segment, SegmentKind, content, split_at_tag, split_space
+from strandline.text.segments import HeldSpace, Segment, SegmentKind, content, joined, split_at_tag, split_space
 
 
 class ThinkParser:
@@ -160,7 +160,7 @@ class StrayClose:
         if self._is_found:
             self._keep(segment, kept)
             return
-        segment = self._held.followed_by(segment)
+        segment = joined([self._held, segment])
         end = len(segment.text)
         split = split_at_tag(segment.text, (CLOSE,))
         self._keep(segment.part(0, len(split.before)), kept)

@@ -53,14 +53,6 @@ class Segment:
             num_before = span_end - offset
         return Segment(self.kind, self.text[start:end], self.call_id, tuple(spans))
 
-    def followed_by(self, other: "Segment") -> "Segment":
-        """Return this segment with the text of the next one, of the same kind."""
-        spans = self.spans + other.spans
-        if self.spans and other.spans and self.spans[-1][1] == other.spans[0][0]:
-            met = (self.spans[-1][0], other.spans[0][1])
-            spans = (*self.spans[:-1], met, *other.spans[1:])
-        return Segment(self.kind, self.text + other.text, None, spans)
-
 
 def content(text: str, end: int) -> Segment:
     """Return content that ends at a character of the parsed text and stands there as it is."""
@@ -98,9 +90,11 @@ def split_at_tag(text: str, tags: Sequence[str]) -> TagSplit:
 
 def _num_tag_characters(text: str, tag: str) -> int:
     """Return how many characters at the end of a text are the beginning of a tag."""
-    for count in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:count]):
-            return count
+    start = text.find(tag[0], max(len(text) - len(tag) + 1, 0))
+    while start >= 0:
+        if tag.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(tag[0], start + 1)
     return 0
 
 
@@ -130,12 +124,22 @@ def split_space(text: str, characters: str | None = None) -> tuple[str, str]:
     return text[: len(text) - len(rest)], rest
 
 
+def joined(segments: Sequence[Segment]) -> Segment:
+    """Return segments of one kind as one."""
+    spans: list[Span] = []
+    for segment in segments:
+        for start, end in segment.spans:
+            is_next = bool(spans) and spans[-1][1] == start
+            spans.append((spans.pop()[0] if is_next else start, end))
+    return Segment(segments[0].kind, "".join([segment.text for segment in segments]), None, tuple(spans))
+
+
 def merge_segments(segments: Iterable[Segment]) -> list[Segment]:
     """Merge adjacent segments of the same kind, except names of calls."""
-    result: list[Segment] = []
+    runs: list[list[Segment]] = []
     for segment in segments:
-        if result and segment.kind is result[-1].kind and segment.kind is not SegmentKind.CALL:
-            result[-1] = result[-1].followed_by(segment)
+        if runs and segment.kind is runs[-1][0].kind and segment.kind is not SegmentKind.CALL:
+            runs[-1].append(segment)
         elif segment.text or segment.kind is SegmentKind.CALL:
-            result.append(segment)
-    return result
+            runs.append([segment])
+    return [run[0] if len(run) == 1 else joined(run) for run in runs]

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from strandline.errors import ConfigError
 from strandline.server.requests.output_parser import OutputFormat, OutputParser, choose_output_format
-from strandline.text.channels import TAGS, ChannelParser
+from strandline.text.channels import CHANNEL, MESSAGE, TAGS, ChannelParser
+from tests.cpu.text.counted_text import CountedText
 
 ANSWER = (
     "<|channel|>analysis<|message|>They ask for {rain}.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me "
@@ -61,6 +62,17 @@ def test_content_says_where_it_was_read() -> None:
     segments = [*parser.feed(answer), *parser.finish()]
     read = [answer[start:end] for segment in segments for start, end in segment.spans]
     assert read == ["Let me see.", "weather", '{"city": "Rome"}', "It rains."]
+
+
+def test_work_for_a_message_does_not_grow_with_their_number() -> None:
+    works = []
+    for num_messages in (50, 100):
+        CountedText.take_count()
+        OutputParser(ChannelParser(takes_calls=True)).feed(
+            CountedText(f"{CHANNEL}final{MESSAGE}It rains.<|end|>" * num_messages)
+        )
+        works.append(CountedText.take_count())
+    assert works[1] <= 2 * works[0]
 
 
 def test_calls_are_content_where_there_are_no_tools() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strandline.text.json_calls import parse_json
 from strandline.text.reasoning import ThinkParser
-from strandline.text.segments import Segment, SegmentKind, SegmentParser, content, merge_segments, split_at_tag
+from strandline.text.segments import Segment, SegmentKind, SegmentParser, content, joined, merge_segments, split_at_tag
 from strandline.text.tool_formats import tool_format
 from tests.cpu.text.counted_text import CountedText
 
@@ -202,7 +202,7 @@ def test_text_is_split_at_first_tag_and_partial_tag_held() -> None:
 
 
 def test_part_of_content_says_where_it_was_read() -> None:
-    whole = content("abc", 3).followed_by(content("d", 4)).followed_by(content("ef", 9))
+    whole = joined([content("abc", 3), content("d", 4), content("ef", 9)])
     assert whole.spans == ((0, 4), (7, 9))
     for start, end, spans in ((1, 5, ((1, 4), (7, 8))), (4, 6, ((7, 9),)), (2, 2, ())):
         part = whole.part(start, end)
