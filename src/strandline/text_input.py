@@ -10,7 +10,8 @@ import os
 import sys
 from codecs import lookup
 from collections.abc import Iterable, Iterator
-from io import TextIOWrapper
+from contextlib import suppress
+from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +71,7 @@ def open_standard_streams() -> None:
     if isinstance(sys.stdin, TextIOWrapper):
         name = lookup(sys.stdin.encoding).name
         encoding = ENCODING if name in ("ascii", "utf-8") else name
-        sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape", newline=None)
+        with suppress(UnsupportedOperation):  # a part of it has been read: the rest stays as the caller set it up
+            sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape", newline=None)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -85,6 +85,13 @@ def test_bytes_that_are_no_text_are_refused_or_become_surrogates(monkeypatch: py
     assert argument_text("caf\udce9") == "caf\udce9"
 
 
+def test_streams_of_which_a_part_was_read_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n"), "ascii"))
+    assert input() == "a"
+    open_standard_streams()
+    assert input() == "b"
+
+
 def test_texts_are_utf_8_and_names_of_files_stay() -> None:
     given = "caf\udcc3\udca9"  # what Python makes of UTF-8 in an ASCII locale
     options = build_parser().parse_args(["explain", "--prompt", given, "--prompt-file", given])
