@@ -60,6 +60,7 @@ class ObjectFiles:
         num_threads: how many read and write at once.
         refresh_s: time from one listing to the next, at least: a request for every thousand files.
         look_s: time from one look at ``stamp`` to the next.
+        max_share: share of a thread's time that listings may take; the next one of a large bucket comes later.
 
     Raises:
         ConfigError: the URL is wrong, or a package is not installed.
@@ -69,6 +70,7 @@ class ObjectFiles:
     num_threads: Final = 16
     refresh_s: Final = 10.0
     look_s: Final = 10.0
+    max_share: Final = 0.25
 
     def __init__(self, url: str, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int]) -> None:
         self._bucket = Bucket(url)

@@ -79,11 +79,13 @@ class SharedDirectory:
         num_threads: how many read and write at once.
         refresh_s: time from one listing to the next, if no file is new or gone: it finds which have been used.
         look_s: time from one look at ``stamp`` to the next.
+        max_share: share of a thread's time that listings may take. They hold the GIL, unlike those of a bucket.
     """
 
     num_threads: Final = 4
     refresh_s: Final = 10.0
     look_s: Final = 0.5
+    max_share: Final = 0.1
 
     def __init__(
         self, root: Path, layout: Mapping[str, str], block_bytes: int, snapshot_sizes: Sequence[int], max_bytes: int

@@ -15,7 +15,7 @@ from strandline.engine.caching.object_catalog import MAX_PATHS, Discovery, Objec
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.tokens import encode
-from strandline.transfer.bucket import Bucket
+from strandline.transfer.bucket import Bucket, ObjectInfo
 from strandline.transfer.object_files import MAX_READS, ObjectFiles
 from strandline.transfer.shared_directory import SharedDirectory
 from strandline.transfer.stored_files import StoredFile
@@ -185,6 +185,30 @@ def test_what_is_lost_is_taken_before_its_files_are_gone(tmp_path: Path) -> None
         "one for a block and what follows it"
     )
     catalog.close()
+
+
+def test_listings_take_a_small_share_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, now_s, waits = shared.opened(tmp_path), [0.0], list[float]()
+    catalog = ObjectCatalog(files, has_snapshots=True)
+    catalog.close()
+    list_files = files.list
+
+    def list_slowly() -> list[ObjectInfo]:
+        now_s[0] += 3.0
+        return list_files()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        now_s[0] += seconds
+        return len(waits) > 40
+
+    monkeypatch.setattr(object_catalog, "SYSTEM_CLOCK", lambda: now_s[0])
+    monkeypatch.setattr(SharedDirectory, "list", lambda _: list_slowly())
+    monkeypatch.setattr(catalog._is_closed, "wait", wait)
+    catalog._run()
+    num_listings = (now_s[0] - sum(waits)) / 3.0
+    assert num_listings > 5
+    assert 3.0 * num_listings <= files.max_share * now_s[0]
 
 
 def test_paths_follow_all_files_that_they_may_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,6 @@ from strandline.transfer.shared_directory import SharedDirectory
 from strandline.transfer.stored_files import SNAPSHOT, joined, kept_of
 
 LOGGER: Final = logging.getLogger("strandline.object_store")
-MAX_SHARE: Final = 0.25
-"""Share of the thread's time that listings may take: the next one of a large store comes later."""
 CLOSE_S: Final = 1.0
 """A listing that takes longer ends with the process."""
 LOG_EVERY_S: Final = 60.0
@@ -208,7 +206,7 @@ class ObjectCatalog:
                 # The edge of the thread: it goes on.
                 LOGGER.exception("what is in the %s could not be found", self._files.title)
             last_s = SYSTEM_CLOCK()
-            wait_s = max(self._files.look_s, (last_s - start_s) / MAX_SHARE)
+            wait_s = max(self._files.look_s, (last_s - start_s) / self._files.max_share)
 
     def _warn(self, text: str, error: OSError) -> None:
         """Log why something of the store is not found, but seldom."""
