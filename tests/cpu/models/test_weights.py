@@ -420,9 +420,9 @@ def test_every_other_shape_is_refused(changed: Callable[..., Path], shape: tuple
 def test_the_index_chooses_among_repeated_tensors(changed: Callable[..., Path], layout: str) -> None:
     directory = changed(lambda _: None)
     index = split_into_shards(directory)
-    places = json.loads(index.read_text())["weight_map"]
+    shard_of = json.loads(index.read_text())["weight_map"]
     for path in sorted(directory.glob("model-*.safetensors")):
-        if path.name != places[QUERY]:
+        if path.name != shard_of[QUERY]:
             save_file({**load_file(path), QUERY: torch.zeros(1)}, path)
     if layout == "no index":
         index.unlink()
@@ -434,7 +434,7 @@ def test_the_index_chooses_among_repeated_tensors(changed: Callable[..., Path], 
         (directory / "shards").mkdir()
         for path in sorted(directory.glob("model-*.safetensors")):
             path.rename(directory / "shards" / path.name)
-        index.write_text(json.dumps({"weight_map": {name: f"./shards/{place}" for name, place in places.items()}}))
+        index.write_text(json.dumps({"weight_map": {name: f"./shards/{shard}" for name, shard in shard_of.items()}}))
     assert_right(directory, "qwen3_5")
 
 

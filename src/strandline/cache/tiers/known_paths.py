@@ -170,7 +170,7 @@ class KnownPaths:
             self._make_whole(tree, file)
 
     def _make_whole(self, tree: _Tree, first: _File) -> None:
-        """Note that the path before a file is whole, and what that means for the files after it."""
+        """Mark the path before a file as whole, and so those before the files that continue it."""
         waiting = [first]
         while waiting:
             file = waiting.pop()

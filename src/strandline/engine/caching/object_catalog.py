@@ -38,7 +38,7 @@ FIRST_ADDRESS: Final = 2**48
 MAX_PATHS: Final = 8
 """Most paths that enter or leave the tier between two steps: each takes time in proportion to its length."""
 MAX_FILES: Final = 256
-"""Most files that become known to the store, or unknown, between two steps."""
+"""Most files that the store enters, and most that it forgets, between two steps."""
 MEASURE_EVERY_S: Final = 5.0
 """Minimum interval between two measurements of a directory, which take as long as a listing of all folders."""
 CATCH_UP_S: Final = 0.1
@@ -249,7 +249,7 @@ class Discoveries:
     def __init__(self, catalog: ObjectCatalog, loads: Loads) -> None:
         self.catalog, self._loads = catalog, loads
         self._left: Discovery | None = None
-        """What the last turn has not ended: more is evicted with it than one turn may."""
+        """What the last turn did not finish, as it evicts more than one turn may."""
         self.turn(float("inf"))
 
     def fileno(self) -> int:
