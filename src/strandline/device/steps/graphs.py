@@ -16,7 +16,7 @@ Shape suffixes as in ``kernels/batch.py`` and ``choice.py``; I integers of a buf
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -73,28 +73,24 @@ def _capture_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-class _Capturing:
-    """Captures graphs on one stream. They share scratch memory, so no two of them may be replayed at the same time."""
+def capture(run: Callable[[], None], pool: Any, kernels: Kernels) -> Graph:
+    """Capture a function whose operations do not need the host.
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._stream, self._pool = _capture_stream(), torch.cuda.graph_pool_handle()
-        self._error_mode = capture_error_mode(kernels)
+    ``torch.cuda.graph`` would return torch's free memory to the driver before each capture; the step that runs before
+    the next one would allocate it again.
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """Capture a function whose operations do not need the host.
-
-        ``torch.cuda.graph`` would return the free memory of earlier steps to the driver before each capture, and the
-        step of the next size would allocate it again.
-        """
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, self._error_mode)
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        return graph
+    Args:
+        pool: a ``torch.cuda.graph_pool_handle``, scratch memory of graphs that are never replayed at once.
+    """
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(_capture_stream()):
+        graph.capture_begin(pool, capture_error_mode(kernels))
+        try:
+            run()
+        finally:
+            graph.capture_end()
+    return graph
 
 
 class CapturedStep:
@@ -225,7 +221,7 @@ class StepGraphs:
         by_rows = sorted(sizes, key=lambda size: (size.has_drafts, size.num_rows, size.num_decodes))
         self._most_decodes = max((size.num_decodes for size in by_rows if not size.has_filler), default=0)
         self._num_blocks = max(size.num_blocks(max_model_len) for size in by_rows)
-        self._capturing: _Capturing | None = None
+        self._pool: Any = None
         captured, pinned = list[CapturedStep](), deque[Tensor](maxlen=STEPS_IN_FLIGHT + 1)
         # The largest first: the smaller ones then fit into its scratch memory.
         for size in tqdm(by_rows[::-1], desc="Capturing CUDA graphs", disable=not progress):
@@ -250,12 +246,12 @@ class StepGraphs:
             for run in parts:
                 run()  # its kernels are not launched but recorded
             return [_NoGraph() for _ in parts]
-        if self._capturing is None:
-            self._capturing = _Capturing(self._kernels)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         with self._forward.model.computing_distinct_layers():
             for run in parts:
                 run()  # loads kernels, and lets libraries allocate, which cannot be captured
-        return list(map(self._capturing.capture, parts))
+        return [capture(run, self._pool, self._kernels) for run in parts]
 
     def _table(self, size: StepSize, lifetime: int) -> UploadedTable:
         """Return a block table. Steps of decodes share one; so do all in which fillers, whose rows stay zero, have the
