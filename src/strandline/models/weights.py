@@ -300,12 +300,15 @@ def _fill_one(
 
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether tensors hold neither NaN nor infinity; waits once for each device."""
+    """Return whether tensors are finite, but for minus infinity in vectors; waits once for each device."""
     extremes: dict[torch.device, list[Tensor]] = {}
-    for each in tensors:
-        if each.dtype in CHECKED_DTYPES and each.numel() and not each.is_meta:
-            extremes.setdefault(each.device, []).append(_extremes(each))
+    for each in filter(_is_checked, tensors):
+        extremes.setdefault(each.device, []).append(_extremes(each))
     return all(bool(torch.stack(found).isfinite().all()) for found in extremes.values())
+
+
+def _is_checked(tensor: Tensor) -> bool:
+    return tensor.dtype in CHECKED_DTYPES and tensor.numel() > 0 and not tensor.is_meta
 
 
 def _extremes(tensor: Tensor) -> Tensor:
@@ -319,9 +322,7 @@ def _extremes(tensor: Tensor) -> Tensor:
 
 def _require_finite(path: Path, name: str, target: Target) -> None:
     """Raise a WeightsError if a weight is not finite once it is loaded: all answers would be errors."""
-    for part in (part for piece in target.pieces for part in piece.parts):
-        if part.dtype not in CHECKED_DTYPES or not part.numel() or part.is_meta:
-            continue
+    for part in filter(_is_checked, (part for piece in target.pieces for part in piece.parts)):
         extremes = _extremes(part)
         if not bool(extremes.isfinite().all()):
             what = "NaN" if bool(extremes.isnan().any()) else "infinity"
