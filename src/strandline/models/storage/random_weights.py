@@ -1,7 +1,8 @@
 """Random weights, which keep activations and decays in a realistic range.
 
-A generator for each parameter, seeded by the name under which its values are published, draws the same weights on every
-device, in every order, and however layers are composed of parts: benchmarks compare engines of several revisions.
+A generator for each parameter, seeded by the name under which its values are published, draws the same weights on all
+devices of a kind, in every order, and however layers are composed of parts: benchmarks compare engines of several
+revisions.
 """
 
 import math
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from strandline.models.layers.site import Gain
 from strandline.models.layers.targets import NamedTargets, Target, base_of
 
-MAX_HOST_ELEMENTS: Final = 2**22
-"""The largest tensor that is drawn on the host for a GPU."""
+MAX_HOST_ELEMENTS: Final = 2**20
+"""The largest tensor that is drawn on the host for a GPU: 10 ms of a core."""
 
 
 class Publishes(Protocol):
