@@ -50,6 +50,7 @@ class Recording:
 
     def __init__(self, interpreter: Any, values: list[Any]) -> None:
         self._interpreter, self._tensor = interpreter, interpreter.tl.core.tensor
+        self._module: str = interpreter.__name__
         self._known = dict[int, Any]()
         self._values = list[Any]()
         self.calls: list[Call] = []
@@ -83,7 +84,7 @@ class Recording:
         return found
 
     def _is_value(self, found: Any) -> bool:
-        return type(found).__module__ == self._interpreter.__name__
+        return type(found).__module__ == self._module
 
     def _find(self, argument: Any) -> Any:
         """Return an argument, or the number of a value that is not constant."""
@@ -271,9 +272,9 @@ class Operations:
     def _number(self, kind: Any) -> int:
         """Return a number that equal types share."""
         try:
-            return kind.number
+            number: int = kind.number
         except AttributeError:
             element, space = getattr(kind, "element_ty", None), getattr(kind, "address_space", None)
             key = (type(kind), kind.name, space, None if element is None else self._number(element))
-            kind.number = self._types.setdefault(key, len(self._types))
-            return kind.number
+            number = kind.number = self._types.setdefault(key, len(self._types))
+        return number

@@ -10,7 +10,7 @@ import torch
 def poisoned_memory() -> Iterator[None]:
     """Fill what ``torch.empty`` returns with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:

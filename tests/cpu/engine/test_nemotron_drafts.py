@@ -20,7 +20,8 @@ from tests.cpu.models import nemotron_drafts
 NAME = "nemotron_h"
 MOST_DRAFTS = 3
 SPECULATION = {"method": "mtp", "num_speculative_tokens": MOST_DRAFTS, "adaptive": False}
-GREEDY = SamplingParams(temperature=0, max_tokens=16)
+NUM_TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 
 Drafts = dict[tuple[int, ...], tuple[int, ...]]
 """What the draft layer drafted, by the text before."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from strandline.device.stores.arena_copies import ArenaCopies, Entries
+from strandline.ids import BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec, kv_spec
 
@@ -22,14 +23,14 @@ def arena() -> ArenaTensors:
 
 def test_another_arena_gets_the_bytes_that_were_read(arena: ArenaTensors) -> None:
     other = ArenaTensors(SPEC, 12, DEVICE)
-    blocks, slots = [3, 1, 2], [11, 7]
+    blocks, slots = [BlockId(3), BlockId(1), BlockId(2)], [SlotId(11), SlotId(7)]
     source, target = ArenaCopies(arena), ArenaCopies(other)
     data = bytearray(source.read(Entries(blocks, slots), source.fence()))
     assert len(data) == 3 * SPEC.raw_block_bytes + 2 * SPEC.raw_slot_bytes
     target.write(Entries(blocks, slots), data, target.fence())
-    for view, ids in ((ArenaTensors.block, blocks), (ArenaTensors.slot, slots)):
-        assert all(torch.equal(view(arena, index), view(other, index)) for index in ids)  # type: ignore[operator]
-    assert not other.block(5).any()  # type: ignore[arg-type]
+    assert all(torch.equal(arena.block(block), other.block(block)) for block in blocks)
+    assert all(torch.equal(arena.slot(slot), other.slot(slot)) for slot in slots)
+    assert not other.block(BlockId(5)).any()
 
 
 def test_reads_and_writes_follow_what_was_launched_before(arena: ArenaTensors) -> None:
@@ -37,11 +38,11 @@ def test_reads_and_writes_follow_what_was_launched_before(arena: ArenaTensors) -
     weights = torch.randn(2048, 2048, device=DEVICE)
     for _ in range(50):
         weights = torch.tanh(weights @ weights)
-    arena.block(3).fill_(7)  # type: ignore[arg-type]
+    arena.block(BlockId(3)).fill_(7)
     assert set(copies.read(Entries([3]), copies.fence())) == {7}
     for _ in range(50):
         weights = torch.tanh(weights @ weights)
-    arena.slot(9).fill_(5)  # type: ignore[arg-type]
+    arena.slot(SlotId(9)).fill_(5)
     copies.write(Entries(slots=[9]), bytearray([6]) * SPEC.raw_slot_bytes, copies.fence())
     assert set(arena.slot(9).tolist()) == {6}  # type: ignore[arg-type]
 
@@ -49,7 +50,7 @@ def test_reads_and_writes_follow_what_was_launched_before(arena: ArenaTensors) -
 def test_pinned_memory_for_pieces_is_written_from(arena: ArenaTensors) -> None:
     other = ArenaTensors(SPEC, 12, DEVICE)
     source, target = ArenaCopies(arena), ArenaCopies(other)
-    blocks, slots = [3, 1, 2], [11, 7]
+    blocks, slots = [BlockId(3), BlockId(1), BlockId(2)], [SlotId(11), SlotId(7)]
     data = source.read(Entries(blocks, slots), source.fence())
     room = target.room(len(data) + 100)
     assert torch.frombuffer(room, dtype=torch.uint8).is_pinned()

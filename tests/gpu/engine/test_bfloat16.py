@@ -13,6 +13,7 @@ import torch
 
 from strandline import LLM, SamplingParams
 from strandline.cache.inspection.published import published_snapshots
+from strandline.device.runner import Runner
 from strandline.ids import SlotId
 from strandline.records.tokens import decode
 from tests.cpu.engine.conftest import MakeLLM
@@ -32,7 +33,7 @@ def slot_at_end(llm: LLM, prompt: list[int]) -> SlotId:
 
 
 def logits(llm: LLM, slot: SlotId) -> torch.Tensor:
-    runner = llm.engine.core.executor.runner
+    runner: Runner = llm.engine.core.executor.runner  # type: ignore[attr-defined]
     with torch.inference_mode():
         return runner.model.logits(runner.arena.hidden_SE[slot][None])
 

@@ -107,7 +107,7 @@ def test_states_in_fewer_bits_return_as_on_a_cpu(make_llm: MakeLLM, dtype: str) 
     """Store and load at once, over and over: what is encoded on the side must not be overtaken by what follows."""
     spec = make_llm(enable_prefix_caching=False).engine.core.spec
     arenas = ArenaTensors(spec, 8, "cuda"), ArenaTensors(spec, 8)
-    kinds = PinnedStore, HostStore
+    kinds: list[type[PinnedStore | HostStore]] = [PinnedStore, HostStore]
     for step in range(20):
         generator = torch.Generator().manual_seed(step)
         for layer in arenas[1].layers:

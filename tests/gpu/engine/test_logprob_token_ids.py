@@ -43,6 +43,7 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 def check(llm: LLM, directory: Path) -> list[list[int]]:
     """Compare outputs, computed and from the cache; return their tokens."""
+    answers: list[list[int]] = []
     for _ in range(2):
         outputs = llm.generate(PROMPTS, REQUESTS, use_tqdm=False)
         for output, params in zip(outputs, REQUESTS, strict=True):
@@ -50,7 +51,8 @@ def check(llm: LLM, directory: Path) -> list[list[int]]:
                 assert output.outputs[0].logprobs is None
             else:
                 assert_exact(directory, output, params.logprob_token_ids)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return answers
 
 
 def test_values_are_those_of_the_whole_vocabulary(make: MakeLLM, directory: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_exactness import answers, tokens
-from tests.cpu.engine.test_nemotron_drafts import GREEDY, NAME, SPECULATION, known_answers, spy_on
+from tests.cpu.engine.test_nemotron_drafts import GREEDY, NAME, NUM_TOKENS, SPECULATION, known_answers, spy_on
 from tests.cpu.models import nemotron_drafts
 from tests.gpu.engine.conftest import MAX_NUM_SEQS
 
@@ -31,7 +31,7 @@ def make(directory: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLLM:
 @pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_tokens_are_those_of_plain_decoding(make: MakeLLM, *, is_eager: bool, is_overlapped: bool) -> None:
-    expected = [text[-GREEDY.max_tokens :] for text in known_answers(make, PROMPTS)]
+    expected = [text[-NUM_TOKENS:] for text in known_answers(make, PROMPTS)]
     llm = make(speculative_config=SPECULATION, enforce_eager=is_eager, async_scheduling=is_overlapped)
     assert answers(llm, PROMPTS, GREEDY) == expected
     assert answers(llm, PROMPTS, GREEDY) == expected  # resumed from snapshots
@@ -43,7 +43,7 @@ def test_drafts_are_those_of_the_published_layer(make: MakeLLM, *, is_eager: boo
     known = known_answers(make, PROMPTS)
     llm = make(speculative_config=SPECULATION, enforce_eager=is_eager, async_scheduling=False)
     spy = spy_on(llm, known, [3, 1, 2, 0])
-    assert answers(llm, PROMPTS, GREEDY) == [text[-GREEDY.max_tokens :] for text in known]
+    assert answers(llm, PROMPTS, GREEDY) == [text[-NUM_TOKENS:] for text in known]
     drafted = [(text, drafts) for text, drafts in spy.seen.items() if drafts]
     oracle = nemotron_drafts.oracle(NAME)
     are_same = [oracle.drafts(text, len(drafts)) == drafts for text, drafts in drafted]

@@ -103,9 +103,15 @@ def demo_answers() -> list[Any]:
     return demo(None)
 
 
+def rendered(llm: LLM) -> list[list[int]]:
+    """Return the tokens of some prompts."""
+    chats: list[Any] = [llm.render(task.messages) for task in make_suite(1, 6)]
+    return [chat["prompt_token_ids"] for chat in chats]
+
+
 def demo(speculation: dict[str, Any] | None, *, least_accepted: int = 100) -> list[Any]:
     llm = LLM("demo", dtype="float32", device="cuda", memory="2GiB", max_num_seqs=16, speculative_config=speculation)
-    prompts = [llm.render(task.messages)["prompt_token_ids"] for task in make_suite(1, 6)]
+    prompts = rendered(llm)
     texts = []
     for _ in range(2):  # again from snapshots: whole hits
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -181,7 +187,7 @@ def test_steps_with_prompts_verify_drafts_and_wait_for_nothing(monkeypatch: pyte
                 # What is hit depends on which requests have ended, and those with drafts end earlier.
                 answers[output.request_id] = output.outputs[0].token_ids
 
-        prompts = [llm.render(task.messages)["prompt_token_ids"] for task in make_suite(1, 6)]
+        prompts = rendered(llm)
         # Whole hits, and prompts that hit all but a token.
         others = [[index, *prompt] for index, prompt in enumerate(prompts * 2)]
         for index, prompt in enumerate([*others, *prompts, *prompts[:3], *([*prompt, 5] for prompt in prompts[:3])]):

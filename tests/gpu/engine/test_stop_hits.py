@@ -4,7 +4,7 @@ With overlapped steps and without, in CUDA graphs and launched, without drafts a
 compared exactly, in float32; states and final hidden states with those of prompts that are computed whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -102,7 +102,7 @@ def question(number: int) -> list[dict[str, str]]:
     ]
 
 
-def cold_tokens(engines: Engines, prompt_token_ids: list[int], params: SamplingParams = GREEDY) -> list[int]:
+def cold_tokens(engines: Engines, prompt_token_ids: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
     prompt: Any = {"prompt_token_ids": prompt_token_ids}
     [output] = engines.cold.generate(prompt, params, use_tqdm=False)
     return output.outputs[0].token_ids

@@ -118,7 +118,7 @@ def broadcast(directory: Path, port: int, packed: Sequence[bool]) -> None:
     assert nccl.ncclGetUniqueId(ctypes.byref(unique_id)) == 0
     timeout = timedelta(seconds=60)
     store = c10d.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timeout, wait_for_workers=False)
-    store.set("broadcast_from/0/0", pickle.dumps(unique_id))
+    store.set("broadcast_from/0/0", pickle.dumps(unique_id))  # type: ignore[arg-type]
     torch.cuda.set_device(1)
     assert nccl.ncclCommInitRank(ctypes.byref(comm), 2, unique_id, 0) == 0
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,10 @@ from strandline.kernels.recurrences.mamba2 import Mamba2Inputs, mamba2_decode
 from strandline.kernels.recurrences.mamba2_log import mamba2_decode_logged, mamba2_log
 from tests.poison import poisoned_memory
 
-TOLERANCES = {torch.float32: {"rtol": 1e-4, "atol": 4e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2e-2}}
+TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"rtol": 1e-4, "atol": 4e-5},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2e-2},
+}
 """Sums in another order; outputs of several units are rounded once more."""
 
 NUM_SLOTS = NUM_LOGS = 12

@@ -1,13 +1,16 @@
 """Attention in Triton on a GPU: the steps of the CPU's tests, and some at the shapes of published models."""
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.kernels.attention import attention_prefix_triton, attention_triton
+from strandline.kernels.batch import KVMemory
 from tests.cpu.kernels.attention.test_attention import decodes, make_case
 from tests.cpu.kernels.attention.test_attention_triton import BEHIND_PREFIXES, CASES, check, check_padding, check_views
 
@@ -91,7 +94,11 @@ def test_prefills_behind_the_prefix_kernel_equal_the_oracle(
     # Of keys and values in e4m3, spans of one block or of 20, so that there are several.
     span_blocks = 1 if max(end for _, end in ranges) < 2000 else 20
     attend = attention_prefix_triton.attend_prefix
-    prefix = Mock(side_effect=lambda *arguments: attend(*arguments[:5], span_blocks))
+
+    def attend_spans(q_THD: Tensor, memory: KVMemory, table_M: Tensor, num_blocks: int, scale: float, _: int) -> Any:
+        return attend(q_THD, memory, table_M, num_blocks, scale, span_blocks)
+
+    prefix = Mock(side_effect=attend_spans)
     monkeypatch.setattr(attention_triton, "attend_prefix", prefix)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_QUERIES", 3)
     monkeypatch.setattr(attention_triton, "MIN_PREFIX_BLOCKS", 1)

@@ -33,8 +33,8 @@ def test_steps_of_any_size_equal_the_definition(
 
 
 @EACH
-def test_prompts_are_attended_to_some_queries_at_a_time(version: cases.Attend) -> None:
-    cases.test_prompts_are_attended_to_some_queries_at_a_time(version)
+def test_prompts_are_attended_to_some_queries_at_a_time(version: cases.Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.test_prompts_are_attended_to_some_queries_at_a_time(version, monkeypatch)
 
 
 @EACH

@@ -38,5 +38,5 @@ def test_ranks_on_two_streams_wait_for_each_other(size: int) -> None:
             with torch.cuda.stream(streams[rank]):
                 rank_sums_triton.sum_rows(x_TE, Connection(rank, address_N, counters[rank]), 4096, max_polls=MAX_POLLS)
     torch.cuda.synchronize()
-    for totals in found:
-        assert all(torch.equal(x_TE, given.x_NTE.sum(0)) for x_TE, given in zip(totals, calls, strict=True))
+    for rows in found:
+        assert all(torch.equal(x_TE, given.x_NTE.sum(0)) for x_TE, given in zip(rows, calls, strict=True))

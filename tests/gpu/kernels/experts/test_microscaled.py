@@ -29,7 +29,9 @@ def test_experts_of_few_tokens(
     num_tokens: int, shape: Any, activation: Activation, name: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(num_tokens)
-    check_few(Case(num_tokens, shape, dtype, "cuda", activation, name), LAUNCHES[name].few_experts[num_tokens > 1])
+    pairs = LAUNCHES[name].few_experts
+    assert pairs is not None
+    check_few(Case(num_tokens, shape, dtype, "cuda", activation, name), pairs[num_tokens > 1])
 
 
 @pytest.mark.parametrize(
@@ -49,4 +51,5 @@ def test_experts_of_many_tokens(shape: Any, activation: Activation, name: str, p
 def test_experts_whose_weights_are_dequantised_first(shape: Any, activation: Activation, name: str) -> None:
     torch.manual_seed(0)
     tiles = dense.LAUNCHES.experts.prefill if activation.is_gated else dense.LAUNCHES.experts.prefill_ungated
+    assert tiles is not None
     check_dequantized(Case(300, shape, torch.bfloat16, "cuda", activation, name), tiles)

@@ -34,7 +34,9 @@ def test_experts_equal_a_loop_in_float64(
     num_tokens: int, num_experts: int, top_k: int, hidden_size: int, size: int, dtype: torch.dtype
 ) -> None:
     arguments = inputs(num_tokens, num_experts, top_k, hidden_size, size, dtype, "cuda")
-    check_experts(arguments, DENSE.launches.experts.float32)
+    tiles = DENSE.launches.experts.float32
+    assert tiles is not None
+    check_experts(arguments, tiles)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 65, 1000, 5000])

@@ -8,8 +8,9 @@ from strandline.device.hardware.dtypes import E4M3_CAPABILITY
 from strandline.kernels.gemm import fp8, gemms_triton, launches, library_triton
 from strandline.kernels.gemm.formats import dense, four_bit
 from strandline.kernels.gemm.formats import fp8 as fp8_format
-from strandline.kernels.gemm.formats.launches import Tiles, rows_launch
+from strandline.kernels.gemm.formats.launches import FormatLaunches, Tiles, rows_launch
 from strandline.kernels.gemm.launches import Kernel, Plan
+from strandline.kernels.gemm.tiles_triton import launch_tiles
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.launch import Launch
 from strandline.kernels.operation import Launches
@@ -59,6 +60,12 @@ SHAPES = [(2560, 12352), (4096, 2560), (2560, 9216), (9216, 2560), (2048, 12352)
 DENSE_ROWS = [getattr(launches, f"DENSE_{name}") for name in ("TINY", "SMALL", "NARROW", "LONG", "WIDE")]
 
 
+def linear_tiles(launches: FormatLaunches) -> Tiles:
+    """Return the tiles of linear layers of a format that is quantised."""
+    assert launches.linear is not None
+    return launches.linear.tiles
+
+
 def tiles_of(tiles: Tiles) -> list[Launch]:
     return sorted({*tiles.narrow.values(), *tiles.wide.values()})
 
@@ -89,7 +96,7 @@ def test_float16_rows_are_near_float64s(num_rows: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("tile", tiles_of(fp8_format.LAUNCHES.linear.tiles), ids=str)
+@pytest.mark.parametrize("tile", tiles_of(linear_tiles(fp8_format.LAUNCHES)), ids=str)
 def test_tiles_in_fp8_are_near_float64s(tile: Launch, splits: int) -> None:
     check_plan(FP8["fp8"], Plan(Kernel.TILES, tile._replace(splits=splits)), 200, 1024, 384, torch.bfloat16, "cuda")
 
@@ -102,7 +109,7 @@ def test_preloaded_products_are_near_float64s(num_rows: int, case: Case) -> None
 
 @pytest.mark.parametrize("case", CODED.values(), ids=CODED)
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("tile", [*tiles_of(four_bit.LAUNCHES.linear.tiles), Launch(16, 64, 128, 2, 3)], ids=str)
+@pytest.mark.parametrize("tile", [*tiles_of(linear_tiles(four_bit.LAUNCHES)), Launch(16, 64, 128, 2, 3)], ids=str)
 def test_tiles_of_codes_are_near_float64s(tile: Launch, splits: int, case: Case) -> None:
     check_plan(case, Plan(Kernel.TILES, tile._replace(splits=splits)), 200, 1032, 392, torch.bfloat16, "cuda")
 
@@ -175,7 +182,7 @@ def test_every_fixed_tile_of_dense_weights_gives_the_same_bits(shape: tuple[int,
     results = []
     for tile in tiles:
         results.append(x.new_empty(len(x), num_outputs))
-        gemms_triton.launch_tiles(results[-1], x, weight, None, tile)
+        launch_tiles(results[-1], x, weight, None, tile)
     assert [int((out != results[0]).sum()) for out in results] == [0] * 4
 
 
@@ -234,8 +241,8 @@ def test_products_in_fp8_are_as_close_to_float64_as_torchs(
     most = FP8_WORSE * error(theirs, expected)
     for chosen in Launches:
         assert error(gemms_triton.linear(x, weight, launches=chosen), expected) <= most, chosen
-    tile = fp8_format.LAUNCHES.linear.tiles.choose(num_rows, num_outputs, dtype)
-    gemms_triton.launch_tiles(theirs, x, weight, None, tile)
+    tile = linear_tiles(fp8_format.LAUNCHES).choose(num_rows, num_outputs, dtype)
+    launch_tiles(theirs, x, weight, None, tile)
     assert error(theirs, expected) <= most, tile
 
 
