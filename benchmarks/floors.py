@@ -17,8 +17,8 @@ from torch import Tensor
 from strandline.device.uni_executor import UniExecutor
 from strandline.kernels.gemm.weights import HalfWeight, PackedWeight, StackedWeight
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
 from strandline.specs import LayerSpec
 
 

@@ -21,7 +21,7 @@ from strandline.kernels.operation import Operation
 from strandline.model_config import parse_model_config
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.ngram_features import TOKENS
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.site import Site
 from strandline.models.registry import ARCHITECTURES
 from strandline.specs import E4M3, TensorSpec
 

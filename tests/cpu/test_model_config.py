@@ -12,7 +12,7 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError
 from strandline.model_config import ARCHITECTURES, NEAREST_BY_LAYERS, find_architecture, read_model_config
 from strandline.models import registry
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.site import Site
 from strandline.models.model_options import published_dtype
 from strandline.text.vocabulary import load_vocabulary
 from tests.cpu.models.families import GLM5, ODD, config_of, model_config

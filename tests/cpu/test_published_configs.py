@@ -20,9 +20,9 @@ from strandline.architectures.supported import SUPPORTED
 from strandline.config_fields import Fields, read_eps, read_head_dim, read_max_position
 from strandline.errors import ConfigError
 from strandline.model_config import LAYER_LISTS, parse_model_config
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
 from strandline.models.registry import builder_for
 
 SIZES: dict[str, Any] = {

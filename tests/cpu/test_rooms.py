@@ -86,6 +86,14 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         "tiers": frozenset({"", "policy", "announcing"}),
         "inspection": frozenset({"", "policy", "announcing", "tiers"}),
     },
+    "models/layers": {
+        "parts": frozenset(),
+        "attention": frozenset({"parts"}),
+        "recurrences": frozenset({"parts"}),
+        "feed_forward": frozenset({"parts"}),
+        "streams": frozenset({"parts"}),
+        "": frozenset({"parts", "attention", "recurrences", "feed_forward", "streams"}),
+    },
     "models": {
         "layers": frozenset(),
         "vision": frozenset({"layers"}),
@@ -132,7 +140,7 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
         | {"admin", "pooling"},
     },
 }
-"""Each folder of a room, and which others of that room it may import; "": the files at the top."""
+"""Each folder of a room, or of a folder of one, and which others of these it may import; "": the files at the top."""
 
 LIGHT_ROOMS = ("events", "routing", "records", "text", "server", "ray")
 """Rooms that load no tensor library."""
@@ -209,27 +217,37 @@ def forbidden_imports(sources: Sources, packages: frozenset[str] = frozenset()) 
     ]
 
 
-def folder_of(module: str) -> str:
-    """Return a module's folder in its room, or "" for the top; raise ValueError when the room has no such folder."""
-    _, room, *path = module.split(".")
-    folder = path[0] if len(path) > 1 or f"strandline.{room}.{path[0] if path else ''}" in PACKAGES else ""
-    if folder not in FOLDERS[room]:
-        raise ValueError(f"{module} is in no folder of {room}: add one here and in docs/architecture.md")
+def is_below(module: str, parent: str) -> bool:
+    """Whether a module is in a folder, given as in ``FOLDERS``, or in one of its folders."""
+    return module.startswith(f"strandline.{parent.replace('/', '.')}.")
+
+
+def folder_of(module: str, parent: str) -> str:
+    """Return which folder of another one a module is in, or "" for its top; raise ValueError when there is no such one.
+
+    Args:
+        parent: as in ``FOLDERS``; the module is below it.
+    """
+    package = f"strandline.{parent.replace('/', '.')}"
+    first, *others = module.removeprefix(f"{package}.").split(".")
+    folder = first if others or f"{package}.{first}" in PACKAGES else ""
+    if folder not in FOLDERS[parent]:
+        raise ValueError(f"{module} is in no folder of {parent}: add one here and in docs/architecture.md")
     return folder
 
 
 def forbidden_in_rooms(sources: Sources, packages: frozenset[str] = frozenset()) -> list[str]:
-    """Return the imports between folders of a room that the table does not allow, as sentences.
+    """Return the imports between folders of one parent that the table does not allow, as sentences.
 
-    A room's ``__init__`` is empty and therefore not counted.
+    A parent's ``__init__`` is empty and therefore not counted.
     """
     return [
         f"{module} imports {imported}"
         for module, imports in import_graph(sources, packages).items()
         for imported in sorted(imports)
-        if (room := room_of(module)) in FOLDERS and room_of(imported) == room
-        if imported != f"strandline.{room}" and folder_of(imported) != folder_of(module)
-        if folder_of(imported) not in FOLDERS[room][folder_of(module)]
+        for parent, folders in FOLDERS.items()
+        if is_below(module, parent) and is_below(imported, parent)
+        if folder_of(imported, parent) not in {folder_of(module, parent), *folders[folder_of(module, parent)]}
     ]
 
 
@@ -279,8 +297,9 @@ def test_rooms_import_only_what_the_table_allows() -> None:
 
 def test_every_module_is_in_a_folder_of_its_room() -> None:
     for module in SOURCES:
-        if room_of(module) in FOLDERS:
-            folder_of(module)
+        for parent in FOLDERS:
+            if is_below(module, parent):
+                folder_of(module, parent)
 
 
 def test_folders_import_only_what_the_table_allows() -> None:
@@ -386,9 +405,16 @@ def test_a_forbidden_import_between_folders_is_found() -> None:
     assert forbidden_in_rooms({**sources, "strandline.kernels.gemm.linear": ""}) == []
 
 
+def test_a_forbidden_import_between_nested_folders_is_found() -> None:
+    text = "from strandline.models.layers.attention.attention import Attention"
+    sources = {"strandline.models.layers.attention.attention": "", "strandline.models.layers.recurrences.mamba2": text}
+    assert len(forbidden_in_rooms(sources)) == 1
+    assert forbidden_in_rooms({**sources, "strandline.models.layers.recurrences.mamba2": ""}) == []
+
+
 def test_a_module_in_an_unknown_folder_is_refused() -> None:
     with pytest.raises(ValueError, match="in no folder of kernels"):
-        folder_of("strandline.kernels.misc.thing")
+        folder_of("strandline.kernels.misc.thing", "kernels")
 
 
 def test_a_relative_import_in_a_package_counts_from_the_package() -> None:

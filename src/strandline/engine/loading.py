@@ -35,7 +35,7 @@ from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import ModelConfig, read_model_config
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.lora.adapter_files import read_adapter
 from strandline.models.lora.adapter_slots import SlotSizes
 from strandline.models.model_options import ModelOptions, published_dtype

@@ -13,7 +13,7 @@ from strandline.models.drafters.block_drafter import BlockDrafter, check_target
 from strandline.models.drafters.draft_head import DraftHead
 from strandline.models.drafters.eagle_drafter import EagleDrafter
 from strandline.models.families.causal_lm import CausalLM, OwnDrafter
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.site import Site
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions
 from strandline.models.storage.published import PlainWeight
 from strandline.models.storage.random_weights import fill_with_random_weights, names_of_parameters

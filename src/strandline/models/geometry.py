@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from strandline.model_config import read_model_config
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.site import Site
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.site import Site
 from strandline.models.registry import builder_for
 from strandline.specs import ModelSpec
 

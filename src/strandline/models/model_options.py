@@ -7,7 +7,7 @@ import torch
 
 from strandline.config_fields import DTYPES, Fields
 from strandline.model_config import ModelConfig
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.parts.shard import WHOLE, Shard
 from strandline.models.lora.adapter_slots import SlotSizes
 from strandline.picture_config import PictureConfig
 

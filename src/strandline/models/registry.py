@@ -32,7 +32,7 @@ from strandline.models.families.qwen4_exp import build_qwen4_exp
 from strandline.models.families.recurrent_gemma import build_recurrent_gemma
 from strandline.models.families.zamba2 import build_zamba2
 from strandline.models.families.zaya import build_zaya
-from strandline.models.layers.site import Site, matrices_without_memory
+from strandline.models.layers.parts.site import Site, matrices_without_memory
 from strandline.models.lora.adapter_slots import AdapterSlots
 from strandline.models.model_options import ModelOptions
 

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.model_config import ModelConfig, read_model_config
+from strandline.models.layers.parts.targets import Target, base_of
 from strandline.models.layers.protocol import LoadableModel
-from strandline.models.layers.targets import Target, base_of
 from strandline.models.lora.adapter_files import AdapterFiles
 from strandline.models.lora.adapter_names import place_adapter
 from strandline.models.lora.low_rank import LowRank, MergedWeight

@@ -14,8 +14,8 @@ from strandline.device.hardware.dtypes import DtypeChoice, choose_dtype, count_w
 from strandline.kernels.gemm import linear
 from strandline.kernels.gemm.weights import HalfWeight
 from strandline.model_config import ModelConfig, read_model_config
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.site import Site
 from strandline.models.model_options import ModelOptions
 from strandline.models.registry import builder_for
 from strandline.models.weights import load_model

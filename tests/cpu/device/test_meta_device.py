@@ -8,8 +8,8 @@ import torch
 
 from strandline.device.meta_device import META, zeros_from_meta
 from strandline.kernels.gemm.weights import DenseWeight
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, load_model
 

@@ -18,8 +18,8 @@ from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import DenseWeight, HalfWeight
 from strandline.kernels.gpu import GPUS, standing_for
 from strandline.model_config import read_model_config
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import WeightsReport
 from tests.cpu.engine.tiny import save_tiny_model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from strandline.device.weights.model_memory import can_copy, pair_tensors, tensors_of
 from strandline.kernels.gemm.weights import lay_out
-from strandline.models.layers.experts import Experts
+from strandline.models.layers.feed_forward.experts import Experts
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import families

@@ -15,8 +15,8 @@ from strandline import LLM, SamplingParams
 from strandline.device.sizing import slabs_for
 from strandline.engine.loading import load_uni_executor
 from strandline.ids import BLOCK_TOKENS
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig
 from strandline.specs import ModelSpec
 from tests.cpu.engine.conftest import MakeLLM, llm_maker
 from tests.cpu.engine.test_disk_cache import disk_of, serve

@@ -13,7 +13,7 @@ from strandline.kernels import binding
 from strandline.kernels.gemm.weights import DenseWeight
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.models.layers.decoder import Decoder
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from tests.cpu.models import families, four_bit, fp8, microscaled

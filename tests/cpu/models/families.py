@@ -56,7 +56,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from strandline.model_config import ModelConfig, parse_model_config
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.site import Site
 from strandline.models.registry import ARCHITECTURES
 
 

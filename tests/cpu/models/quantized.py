@@ -11,8 +11,8 @@ from torch import Tensor
 from strandline.kernels.gemm.weights import DenseWeight, StackedWeight
 from strandline.kernels.ranks import ONE_RANK, Ranks
 from strandline.model_config import ModelConfig
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.storage.weights_files import WeightsFile
 from strandline.models.weights import FROM_FILES, FillOptions, load_model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.storage.conversion import convert
 from strandline.models.weights import load_model

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strandline.errors import ConfigError
-from strandline.models.layers.shard import WHOLE, Shard
-from strandline.models.layers.targets import Read, interleaved, sharded, spanned, stacked, stacked_rows, whole
+from strandline.models.layers.parts.shard import WHOLE, Shard
+from strandline.models.layers.parts.targets import Read, interleaved, sharded, spanned, stacked, stacked_rows, whole
 from strandline.models.model_options import ModelOptions
 from strandline.models.storage.weights_files import WeightsFile
 from strandline.models.weights import load_model

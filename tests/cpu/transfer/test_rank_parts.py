@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from strandline.ids import BLOCK_TOKENS, BlockId, SlotId
 from strandline.kernels.arena import ArenaTensors
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from strandline.specs import LayerSpec, ModelSpec, TensorSpec

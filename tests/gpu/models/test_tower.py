@@ -3,7 +3,7 @@
 import torch
 
 from strandline.config_fields import Fields
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.site import Site
 from strandline.models.vision.tower import TowerConfig, VisionTower
 from strandline.picture_config import PictureConfig
 

@@ -20,8 +20,8 @@ from strandline.kernels.gemm.linear import has_fast_gemms
 from strandline.kernels.gpu import gpu_of, kind_of
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions, published_dtype
 from strandline.models.registry import build_model
 from strandline.models.storage.formats import WeightFormat, read_formats

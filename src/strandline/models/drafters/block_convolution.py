@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from strandline.models.layers.decoder import DecoderLayer
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.residual import Stream
-from strandline.models.layers.site import Site
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets, whole
+from strandline.models.layers.streams.residual import Stream
 
 BEFORE, AFTER = 0, 1
 

@@ -31,18 +31,18 @@ from strandline.kernels.rowwise.rotary import rotary_table
 from strandline.models.drafters.block_convolution import LayerConvolutions, index_in_blocks
 from strandline.models.drafters.draft_chain import MarkovHead, new_chain
 from strandline.models.drafters.draft_head import DraftHead
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import pre_norm_layer
 from strandline.models.layers.embedding import multiplied
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets, unused, whole
 from strandline.models.layers.protocol import DraftBlock
-from strandline.models.layers.residual import PreNorm, Stream, rms
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, unused, whole
+from strandline.models.layers.streams.residual import PreNorm, Stream, rms
 from strandline.specs import LayerSpec
 
 

@@ -16,9 +16,9 @@ from strandline.drafter_config import MarkovConfig, SelectorConfig
 from strandline.kernels.binding import Kernels
 from strandline.kernels.ranks import columns_of
 from strandline.models.drafters.draft_head import DraftHead, on_columns
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, whole
 
 
 class MarkovHead(nn.Module):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import ScaledWeight
 from strandline.kernels.ranks import columns_of
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets
 from strandline.models.storage.quantizers import Fp8Quantizer
 
 ROWS_AT_ONCE: Final = 1 << 13

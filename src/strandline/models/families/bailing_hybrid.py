@@ -20,22 +20,22 @@ from strandline.config_fields import (
 )
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
+from strandline.models.layers.attention.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
-from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.sigmoid_moe import (
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.feed_forward.sigmoid_moe import (
     SigmoidMoe,
     SigmoidMoeConfig,
     build_feed_forward,
     feed_forward_targets,
     read_feed_forwards,
 )
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.parts.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from strandline.models.layers.streams.residual import PreNorm, rms
 
 FULL, LINEAR = "full_attention", "linear_attention"
 

@@ -21,15 +21,15 @@ from strandline.kernels.operation import Operation
 from strandline.models.drafters.block_drafter import BlockDrafter
 from strandline.models.drafters.draft_head import rounded_head
 from strandline.models.drafters.eagle_drafter import EagleDrafter
-from strandline.models.layers.attention_parts import KeyValues, KVScales
+from strandline.models.layers.attention.attention_parts import KeyValues, KVScales
 from strandline.models.layers.decoder import Decoder
 from strandline.models.layers.distinct_layers import distinct_layers
+from strandline.models.layers.feed_forward.routing_record import RoutingRecord
 from strandline.models.layers.multi_token import DraftLayer
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets
 from strandline.models.layers.protocol import ModelMemory
-from strandline.models.layers.residual import ReadableStream
-from strandline.models.layers.routing_record import RoutingRecord
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets
+from strandline.models.layers.streams.residual import ReadableStream
 from strandline.models.lora.adapter_slots import AdapterSlots
 from strandline.models.vision.tower import VISUAL, VisionTower
 from strandline.picture_config import PictureConfig

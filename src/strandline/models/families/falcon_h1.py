@@ -14,18 +14,18 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
-from strandline.models.layers.mamba2 import Multipliers as ProjectedMultipliers
-from strandline.models.layers.mlp import GatedMlpConfig, ScaledGatedMlp
+from strandline.models.layers.feed_forward.mlp import GatedMlpConfig, ScaledGatedMlp
 from strandline.models.layers.parallel import Multipliers, ParallelMixer
-from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.recurrences.mamba2 import Multipliers as ProjectedMultipliers
+from strandline.models.layers.streams.residual import PreNorm, rms
 
 LAYER_TYPES: Final = ("hybrid",)
 

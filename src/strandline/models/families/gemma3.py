@@ -12,15 +12,15 @@ import torch
 from strandline.config_fields import UNLIMITED_POSITION, Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, sandwich_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.mlp import GatedMlpConfig, GeluMlp
-from strandline.models.layers.residual import PreNorm, SandwichNorm, zero_centered
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.feed_forward.mlp import GatedMlpConfig, GeluMlp
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, whole
+from strandline.models.layers.streams.residual import PreNorm, SandwichNorm, zero_centered
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

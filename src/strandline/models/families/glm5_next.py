@@ -18,27 +18,27 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_kinds, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.decoder import Decoder, DecoderLayer
-from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.hyper_connections import HyperConnection, HyperConnectionsConfig, StreamMean
-from strandline.models.layers.indexed_latent_attention import (
+from strandline.models.layers.attention.indexed_latent_attention import (
     GroupChoice,
     IndexedLatentAttention,
     IndexedLatentAttentionConfig,
     TokenIndex,
 )
-from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig, read_limit
-from strandline.models.layers.sigmoid_moe import (
+from strandline.models.layers.decoder import Decoder, DecoderLayer
+from strandline.models.layers.embedding import EmbeddingConfig
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig, read_limit
+from strandline.models.layers.feed_forward.sigmoid_moe import (
     SigmoidMoe,
     SigmoidMoeConfig,
     build_feed_forward,
     feed_forward_targets,
     read_feed_forwards,
 )
-from strandline.models.layers.site import Site
-from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, whole
+from strandline.models.layers.recurrences.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from strandline.models.layers.streams.hyper_connections import HyperConnection, HyperConnectionsConfig, StreamMean
+from strandline.models.layers.streams.streams import StreamsEnds, StreamsResidual, mix_of
 
 ATTENTION: Final = "indexed_attention"
 LAYER_TYPES: Final = (ATTENTION, "linear_attention")
@@ -105,7 +105,8 @@ def _published(decoder: Decoder, last_mix: StreamMean, layers: Sequence[Layer], 
 def _published_layer(layer: Layer, prefix: str, names: frozenset[str]) -> NamedTargets:
     mixer, mlp = layer.mixer, layer.mlp
     norms = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
-    for (part, norm), mix in zip(norms.items(), mixes_of(layer), strict=True):
+    residuals = layer.mixer_residual, layer.mlp_residual
+    for (part, norm), mix in zip(norms.items(), map(mix_of, residuals), strict=True):
         assert isinstance(mix, HyperConnection)
         yield from mix.targets(f"{prefix}hc_{part}_")
         yield f"{prefix}{norm}.weight", whole(mix.norm_E)

@@ -22,17 +22,17 @@ from strandline.kernels.rowwise.activation import biased_swiglu
 from strandline.kernels.rowwise.quantized_rows import Rows, plain_rows
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.experts import MAX_EXPERTS, Experts, ExpertsConfig, alternating
-from strandline.models.layers.mlp import read_limit
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, Target, spanned, whole
+from strandline.models.layers.feed_forward.experts import MAX_EXPERTS, Experts, ExpertsConfig, alternating
+from strandline.models.layers.feed_forward.mlp import read_limit
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, Target, spanned, whole
+from strandline.models.layers.streams.residual import PreNorm, rms
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -27,18 +27,24 @@ from strandline.config_fields import (
 from strandline.kernels.experts.router import Routing
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.convolution import MAX_TAPS
+from strandline.models.layers.attention.relative_attention import RelativeAttention, RelativeAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer, LayerStates
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.experts import MAX_EXPERTS, Experts, alternating
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.output_convolutions import OutputConvolutions
-from strandline.models.layers.relative_attention import RelativeAttention, RelativeAttentionConfig
-from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream, rms
-from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig, build_feed_forward
-from strandline.models.layers.site import Site
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, interleaved, renamed, spanned, whole
+from strandline.models.layers.feed_forward.experts import MAX_EXPERTS, Experts, alternating
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.feed_forward.sigmoid_moe import (
+    MAX_SCALE,
+    ROUTER_EPS,
+    SigmoidMoe,
+    SigmoidMoeConfig,
+    build_feed_forward,
+)
+from strandline.models.layers.parts.convolution import MAX_TAPS
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets, interleaved, renamed, spanned, whole
+from strandline.models.layers.streams.output_convolutions import OutputConvolutions
+from strandline.models.layers.streams.residual import PreNorm, ResidualNorm, Stream, rms
 
 SLIDING: Final = "hybrid_sliding"
 LAYER_TYPES: Final = (SLIDING, "hybrid")

@@ -33,16 +33,16 @@ from strandline.kernels.streams.block_mixes import OpenBlock
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.families.inkling import LAYER_TYPES, PUBLISHED, SLIDING
-from strandline.models.layers.blocks import BlockEnds, BlockReader, BlockStream
-from strandline.models.layers.clipped_attention import ClippedAttention, ClippedAttentionConfig
+from strandline.models.layers.attention.clipped_attention import ClippedAttention, ClippedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer, LayerStates
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.experts import MAX_EXPERTS, alternating
-from strandline.models.layers.output_convolutions import OutputConvolutions
-from strandline.models.layers.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
-from strandline.models.layers.site import Site
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, spanned, whole
+from strandline.models.layers.feed_forward.experts import MAX_EXPERTS, alternating
+from strandline.models.layers.feed_forward.sigmoid_moe import MAX_SCALE, ROUTER_EPS, SigmoidMoe, SigmoidMoeConfig
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets, spanned, whole
+from strandline.models.layers.streams.blocks import BlockEnds, BlockReader, BlockStream
+from strandline.models.layers.streams.output_convolutions import OutputConvolutions
 
 MAX_CAP: Final = 1e6
 

@@ -12,15 +12,20 @@ from typing import Final
 from strandline.config_fields import read_eps, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
+from strandline.models.layers.attention.latent_attention import LatentAttention, LatentAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
-from strandline.models.layers.latent_attention import LatentAttention, LatentAttentionConfig
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.sigmoid_moe import SigmoidMoe, SigmoidMoeConfig, build_feed_forward, read_feed_forwards
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, sharded, whole
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.feed_forward.sigmoid_moe import (
+    SigmoidMoe,
+    SigmoidMoeConfig,
+    build_feed_forward,
+    read_feed_forwards,
+)
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, sharded, whole
+from strandline.models.layers.recurrences.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from strandline.models.layers.streams.residual import PreNorm, rms
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 

@@ -11,16 +11,16 @@ from strandline.config_fields import UNLIMITED_POSITION, read_eps, read_layer_ty
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.families.lfm2 import PUBLISHED
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer, sandwich_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, SandwichNorm, rms
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.short_conv import ShortConv, ShortConvConfig
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.short_conv import ShortConv, ShortConvConfig
+from strandline.models.layers.streams.residual import PreNorm, SandwichNorm, rms
 
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 

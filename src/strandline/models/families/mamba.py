@@ -19,13 +19,13 @@ from strandline.config_fields import (
 )
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.convolution import MAX_TAPS
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
-from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.parts.convolution import MAX_TAPS
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.mamba1 import InnerNorm, Mamba1Config, Mamba1Layer
+from strandline.models.layers.streams.residual import PreNorm, rms
 
 LAYER_TYPES: Final = ("linear_attention",)
 

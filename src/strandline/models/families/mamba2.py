@@ -15,10 +15,10 @@ from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
-from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.streams.residual import PreNorm, rms
 
 NAMES: Final = Mamba2Names(
     num_heads="num_heads",

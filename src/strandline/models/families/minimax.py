@@ -12,17 +12,17 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.experts import MAX_EXPERTS
-from strandline.models.layers.lightning import LightningAttention, LightningConfig
-from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
-from strandline.models.layers.residual import NormedStream, PreNorm, StreamScale, rms
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.feed_forward.experts import MAX_EXPERTS
+from strandline.models.layers.feed_forward.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.lightning import LightningAttention, LightningConfig
+from strandline.models.layers.streams.residual import NormedStream, PreNorm, StreamScale, rms
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 

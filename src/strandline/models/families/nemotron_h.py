@@ -23,18 +23,18 @@ from strandline.architectures.nemotron_h import read_blocks
 from strandline.config_fields import DTYPES, Fields, read_eps, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.experts import MAX_EXPERTS
-from strandline.models.layers.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.feed_forward.experts import MAX_EXPERTS
+from strandline.models.layers.feed_forward.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
+from strandline.models.layers.feed_forward.sigmoid_moe import read_routing
 from strandline.models.layers.multi_token import DraftLayer
-from strandline.models.layers.relu_squared import ReluSquaredMlp, ReluSquaredMoe, ReluSquaredMoeConfig
-from strandline.models.layers.residual import PreNorm, rms
-from strandline.models.layers.sigmoid_moe import read_routing
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.mamba2 import Mamba2Config, Mamba2Layer, Mamba2Names
+from strandline.models.layers.streams.residual import PreNorm, rms
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention", "mlp", "moe")
 

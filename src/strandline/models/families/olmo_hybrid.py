@@ -15,16 +15,16 @@ from typing import Final
 from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PostNorm, PreNorm, rms
-from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, sharded, whole
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.parts.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, sharded, whole
+from strandline.models.layers.recurrences.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
+from strandline.models.layers.streams.residual import PostNorm, PreNorm, rms
 
 LAYER_TYPES: Final = ("full_attention", "linear_attention")
 

@@ -10,9 +10,9 @@ from strandline.model_config import ModelConfig
 from strandline.models.families import llama
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.families.qwen3_next import read_mlps
-from strandline.models.layers.attention_parts import QueryKeyNorm
-from strandline.models.layers.mlp import GatedMlpConfig
-from strandline.models.layers.site import Site
+from strandline.models.layers.attention.attention_parts import QueryKeyNorm
+from strandline.models.layers.feed_forward.mlp import GatedMlpConfig
+from strandline.models.layers.parts.site import Site
 
 LAYER_TYPES: Final = ("full_attention",)
 

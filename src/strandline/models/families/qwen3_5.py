@@ -9,11 +9,11 @@ from strandline.model_config import ModelConfig
 from strandline.models.families import qwen3_hybrid
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.families.qwen3_hybrid import HybridConfig, MlpConfig
-from strandline.models.layers.gated_delta import GatedDeltaNet
-from strandline.models.layers.mlp import GatedMlpConfig
-from strandline.models.layers.moe import SparseMoeConfig
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, sharded, stacked_rows
+from strandline.models.layers.feed_forward.mlp import GatedMlpConfig
+from strandline.models.layers.feed_forward.moe import SparseMoeConfig
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, sharded, stacked_rows
+from strandline.models.layers.recurrences.gated_delta import GatedDeltaNet
 
 
 def build_qwen3_5(config: ModelConfig, site: Site) -> CausalLM:

@@ -19,17 +19,17 @@ from strandline.config_fields import Fields, read_layer_types, read_max_position
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
 from strandline.models.families.qwen3_5 import in_proj_targets
+from strandline.models.layers.attention.indexed_attention import IndexedAttention, IndexedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
-from strandline.models.layers.gated_streams import GatedMix, GatedStreamsConfig, LastGatedMix
-from strandline.models.layers.indexed_attention import IndexedAttention, IndexedAttentionConfig
-from strandline.models.layers.moe import SparseMoe, SparseMoeConfig
+from strandline.models.layers.feed_forward.moe import SparseMoe, SparseMoeConfig
 from strandline.models.layers.ngram_features import FeaturesLayer, NgramFeatures, NgramFeaturesConfig
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.streams import StreamsEnds, StreamsResidual, mixes_of
-from strandline.models.layers.targets import NamedTargets
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets
+from strandline.models.layers.recurrences.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
+from strandline.models.layers.streams.gated_streams import GatedMix, GatedStreamsConfig, LastGatedMix
+from strandline.models.layers.streams.streams import StreamsEnds, StreamsResidual, mix_of
 from strandline.models.vision.tower import VisionTower, tower_builder
 from strandline.picture_config import PictureConfig
 
@@ -107,7 +107,8 @@ def _published(
 
 def _published_layer(layer: Layer, prefix: str, names: frozenset[str]) -> NamedTargets:
     mixer, mlp = layer.mixer, layer.mlp
-    for part, mix in zip(("attn", "mlp"), mixes_of(layer), strict=True):
+    residuals = layer.mixer_residual, layer.mlp_residual
+    for part, mix in zip(("attn", "mlp"), map(mix_of, residuals), strict=True):
         assert isinstance(mix, GatedMix)
         yield from mix.targets(f"{prefix}{part}_hyper_connection.")
     if isinstance(mixer, IndexedAttention):

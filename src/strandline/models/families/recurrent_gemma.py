@@ -15,17 +15,17 @@ import torch
 from strandline.config_fields import MAX_HEADS, UNLIMITED_POSITION, Fields, read_eps, read_layer_types
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, QueryKeyNorm
-from strandline.models.layers.convolution import MAX_TAPS
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.griffin import GriffinConfig, GriffinLayer
-from strandline.models.layers.mlp import GatedMlpConfig, GeluMlp
-from strandline.models.layers.residual import PreNorm, zero_centered
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, renamed, whole
+from strandline.models.layers.feed_forward.mlp import GatedMlpConfig, GeluMlp
+from strandline.models.layers.parts.convolution import MAX_TAPS
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, renamed, whole
+from strandline.models.layers.recurrences.griffin import GriffinConfig, GriffinLayer
+from strandline.models.layers.streams.residual import PreNorm, zero_centered
 
 LAYER_TYPES: Final = ("linear_attention", "sliding_attention")
 

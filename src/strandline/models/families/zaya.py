@@ -20,14 +20,14 @@ from strandline.kernels.expert_choices import Summand
 from strandline.kernels.operation import Operation
 from strandline.model_config import ModelConfig
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.convolved_attention import ConvolvedAttention, ConvolvedAttentionConfig
+from strandline.models.layers.attention.convolved_attention import ConvolvedAttention, ConvolvedAttentionConfig
 from strandline.models.layers.decoder import Decoder, DecoderLayer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.residual import NormedResidual, PreNorm, ResidualNorm, Stream, rms
-from strandline.models.layers.rotary import rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.skipping_moe import RouterState, SkippingMoe, SkippingMoeConfig
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.feed_forward.skipping_moe import RouterState, SkippingMoe, SkippingMoeConfig
+from strandline.models.layers.parts.rotary import rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, whole
+from strandline.models.layers.streams.residual import NormedResidual, PreNorm, ResidualNorm, Stream, rms
 
 LAYER_TYPE: Final = "hybrid"
 """The only type of layer that is supported: the other has a window, and rotary frequencies of its own."""

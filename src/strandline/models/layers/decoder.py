@@ -26,9 +26,13 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.recurrence import Recurrence, bind_folds
 from strandline.kernels.rowwise.rotary import interleaved_dimensions, rotary_table, rotary_table_3d
 from strandline.models.layers.embedding import Embedding, EmbeddingConfig
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.rotary import RotaryFrequencies, RotaryTable
+from strandline.models.layers.parts.site import Site, dtype_name
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets
 from strandline.models.layers.protocol import ModelMemory
-from strandline.models.layers.residual import (
+from strandline.models.layers.streams.residual import (
     NormedResidual,
     PreNorm,
     ReadableStream,
@@ -37,10 +41,6 @@ from strandline.models.layers.residual import (
     SandwichNorm,
     StreamEnds,
 )
-from strandline.models.layers.rotary import RotaryFrequencies, RotaryTable
-from strandline.models.layers.site import Site, dtype_name
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets
 from strandline.specs import LayerSpec, ModelSpec
 
 

@@ -18,10 +18,10 @@ from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.operation import Operation
 from strandline.kernels.ranks import columns_of
 from strandline.kernels.rowwise.embedding import embed_held
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.residual import ResidualNorm
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, Target, spanned, whole
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, Target, spanned, whole
+from strandline.models.layers.streams.residual import ResidualNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.models.layers.decoder import DecoderLayer, Mixer
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.residual import PreNorm, ResidualNorm, Stream
-from strandline.models.layers.site import Site
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets
+from strandline.models.layers.streams.residual import PreNorm, ResidualNorm, Stream
 from strandline.specs import LayerSpec
 
 

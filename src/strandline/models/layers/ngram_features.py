@@ -31,13 +31,13 @@ from strandline.kernels.batch import StepBatch
 from strandline.kernels.binding import Kernels
 from strandline.kernels.recurrences.rerun import DraftLog
 from strandline.kernels.streams.gates import FeatureNorms, add_gated, gate_features
-from strandline.models.layers.convolution import CausalConvolution, Delays, unfilled_filter
 from strandline.models.layers.decoder import DecoderLayer, FeedForwardT_co, LayerStates, MixerT_co
-from strandline.models.layers.projection import FusedProjection
-from strandline.models.layers.site import Site
-from strandline.models.layers.step import Step
-from strandline.models.layers.streams import Streams, StreamsResidual
-from strandline.models.layers.targets import NamedTargets, Piece, Target, unused, whole
+from strandline.models.layers.parts.convolution import CausalConvolution, Delays, unfilled_filter
+from strandline.models.layers.parts.projection import FusedProjection
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets, Piece, Target, unused, whole
+from strandline.models.layers.streams.streams import Streams, StreamsResidual
 from strandline.specs import LayerSpec
 
 MAX_NGRAM: Final = 4

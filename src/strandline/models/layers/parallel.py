@@ -12,9 +12,9 @@ from strandline.kernels.arena import LayerMemory
 from strandline.kernels.batch import StepBatch
 from strandline.kernels.expert_choices import Summand, WeighedSum
 from strandline.kernels.recurrences.recurrence import Recurrence
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.mamba2 import Mamba2Layer
-from strandline.models.layers.step import Step
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.recurrences.mamba2 import Mamba2Layer
 from strandline.specs import LayerSpec
 
 

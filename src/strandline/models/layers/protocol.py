@@ -19,8 +19,8 @@ from strandline.kernels.gemm.weights import Layout
 from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.recurrence import Fold
 from strandline.kernels.recurrences.rerun import Rerun
-from strandline.models.layers.attention_parts import KVScales
-from strandline.models.layers.targets import NamedTargets
+from strandline.models.layers.attention.attention_parts import KVScales
+from strandline.models.layers.parts.targets import NamedTargets
 from strandline.picture_config import PictureConfig
 from strandline.specs import LayerSpec, ModelSpec, RoutingShape
 

@@ -25,15 +25,15 @@ from strandline.kernels.operation import Operation
 from strandline.kernels.recurrences.recurrence import Recurrence
 from strandline.kernels.rowwise.activation import geglu
 from strandline.kernels.rowwise.norm import rms_norm
-from strandline.models.layers.attention_parts import AttentionConfig, QKVProjection
-from strandline.models.layers.mamba2 import Mamba2Layer
-from strandline.models.layers.projection import Projection, SummedProjection
-from strandline.models.layers.recurrent import RecurrentMemory
-from strandline.models.layers.residual import ResidualNorm
-from strandline.models.layers.shard import Shard
-from strandline.models.layers.site import Site, dtype_name
-from strandline.models.layers.step import Step
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.attention.attention_parts import AttentionConfig, QKVProjection
+from strandline.models.layers.parts.projection import Projection, SummedProjection
+from strandline.models.layers.parts.recurrent import RecurrentMemory
+from strandline.models.layers.parts.shard import Shard
+from strandline.models.layers.parts.site import Site, dtype_name
+from strandline.models.layers.parts.step import Step
+from strandline.models.layers.parts.targets import NamedTargets, whole
+from strandline.models.layers.recurrences.mamba2 import Mamba2Layer
+from strandline.models.layers.streams.residual import ResidualNorm
 from strandline.specs import LayerSpec, kv_spec
 
 
@@ -50,7 +50,7 @@ class SharedBlockConfig:
     has_attention_adapters: bool
 
     def of(self, shard: Shard) -> "SharedBlockConfig":
-        """Return the sizes of a shard; raises as :class:`strandline.models.layers.shard.Shard`."""
+        """Return the sizes of a shard; raises as :class:`strandline.models.layers.parts.shard.Shard`."""
         size = shard.part_of(self.intermediate_size, "channels between a feed-forward part's projections")
         return replace(self, attention=self.attention.of(shard), intermediate_size=size)
 

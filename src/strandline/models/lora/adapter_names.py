@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from strandline.errors import WeightsError
-from strandline.models.layers.targets import Target
+from strandline.models.layers.parts.targets import Target
 from strandline.models.lora.adapter_files import AdapterFiles, Factors
 from strandline.models.lora.low_rank import LowRank, added, is_matrix, listed
 

@@ -19,8 +19,8 @@ from strandline.errors import ConfigError, WeightsError
 from strandline.kernels.gemm.low_rank import AdapterRows, Adapters, AdapterWeights
 from strandline.kernels.sizes import DIVISOR, round_up
 from strandline.models.layers.decoder import Decoder
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.targets import Piece, Target, base_of
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.targets import Piece, Target, base_of
 from strandline.models.lora.adapter_files import AdapterFiles
 from strandline.models.lora.adapter_names import place_adapter
 from strandline.models.lora.low_rank import LowRank, is_matrix

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strandline.models.layers.targets import Index, Target
+from strandline.models.layers.parts.targets import Index, Target
 from strandline.models.storage.published import OpenWeight, PublishedWeight
 
 

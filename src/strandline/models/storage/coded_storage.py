@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS, PACKED_SCALES, CodedFormat
 from strandline.kernels.gemm.weights import CodedWeight
-from strandline.models.layers.targets import Piece, Target
+from strandline.models.layers.parts.targets import Piece, Target
 from strandline.models.storage.codes import Codes, OpenCodes
 from strandline.models.storage.published import OpenWeight
 from strandline.models.storage.stored_rows import CHUNK_ELEMENTS, Rows, range_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.formats.coded import CodedFormat, scale_numbers
-from strandline.models.layers.targets import Index
+from strandline.models.layers.parts.targets import Index
 from strandline.models.storage.fp8 import CHUNK_ELEMENTS
 
 

@@ -16,7 +16,7 @@ import torch
 
 from strandline.errors import WeightsError
 from strandline.model_config import ModelConfig
-from strandline.models.layers.targets import Target
+from strandline.models.layers.parts.targets import Target
 from strandline.models.storage.four_bit import FourBitFormat
 from strandline.models.storage.fp8_storage import Fp8Format
 from strandline.models.storage.layouts import Layout

@@ -20,7 +20,7 @@ from torch import Tensor
 from strandline.errors import WeightsError
 from strandline.kernels.gemm.formats.coded import BLOCK_INPUTS
 from strandline.kernels.gemm.formats.four_bit import FOUR_BIT, GROUPS_FOUR_BIT, SYMMETRIC_ZERO
-from strandline.models.layers.targets import Index, Target
+from strandline.models.layers.parts.targets import Index, Target
 from strandline.models.storage.coded_storage import StoredCodes
 from strandline.models.storage.codes import Codes
 from strandline.models.storage.layouts import PACKED_COMPRESSED, Packing

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.models.layers.targets import Index, Target
+from strandline.models.layers.parts.targets import Index, Target
 from strandline.models.storage.layouts import EXPONENTS
 from strandline.models.storage.published import Holders, check_shape
 from strandline.models.storage.quantization_config import TENSOR, Block, Fp8Scheme

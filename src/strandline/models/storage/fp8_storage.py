@@ -16,7 +16,7 @@ from torch import Tensor
 from strandline.kernels.gemm.formats.fp8 import FP8
 from strandline.kernels.gemm.weights import ScaledWeight
 from strandline.kernels.rowwise.quantized_rows import GROUP, MAX_E4M3, MIN_SCALE
-from strandline.models.layers.targets import Piece, Target
+from strandline.models.layers.parts.targets import Piece, Target
 from strandline.models.storage.fp8 import OpenFp8Weight, PublishedFp8, find_fp8
 from strandline.models.storage.published import Holders, OpenWeight
 from strandline.models.storage.quantization_config import Block, Fp8Scheme

@@ -17,9 +17,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import GatedProjection, Projection
-from strandline.models.layers.targets import Target, base_of
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import GatedProjection, Projection
+from strandline.models.layers.parts.targets import Target, base_of
 from strandline.models.storage.stored_rows import Rows, StoredFormat, rows_of
 
 MAX_PARTS: Final = 4

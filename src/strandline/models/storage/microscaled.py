@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strandline.errors import WeightsError
 from strandline.kernels.gemm.formats.coded import PACKED_SCALES, scale_numbers
-from strandline.models.layers.targets import Index, Target
+from strandline.models.layers.parts.targets import Index, Target
 from strandline.models.storage.coded_storage import StoredCodes
 from strandline.models.storage.codes import Codes
 from strandline.models.storage.fp8 import CHUNK_ELEMENTS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import WeightsError
-from strandline.models.layers.targets import Index, Target
+from strandline.models.layers.parts.targets import Index, Target
 from strandline.models.storage.weights_files import WeightsFile
 
 STORED_DTYPES: Final = ("F32", "BF16", "F16")

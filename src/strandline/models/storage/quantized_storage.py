@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.targets import Target
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.targets import Target
 from strandline.models.storage.matrices import Matrices, Matrix
 from strandline.models.storage.published import OpenWeight
 from strandline.models.storage.random_weights import published_names, seed_of

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from strandline.models.layers.site import Gain
-from strandline.models.layers.targets import NamedTargets, Target, base_of
+from strandline.models.layers.parts.site import Gain
+from strandline.models.layers.parts.targets import NamedTargets, Target, base_of
 
 MAX_HOST_ELEMENTS: Final = 2**20
 """The largest tensor that is drawn on the host for a GPU: 10 ms of a core."""

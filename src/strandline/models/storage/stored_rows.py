@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import QuantizedWeight
-from strandline.models.layers.targets import Piece, Target
+from strandline.models.layers.parts.targets import Piece, Target
 from strandline.models.storage.published import OpenWeight
 
 CHUNK_ELEMENTS = 2**22

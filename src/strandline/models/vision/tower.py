@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from strandline.config_fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, Fields
 from strandline.kernels.rowwise.rotary import apply_rotary
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets, whole
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets, whole
 from strandline.models.vision.positions import Grid, frequencies_2d, patch_coordinates, rotary_2d, table_entries
 from strandline.picture_config import NUM_CHANNELS, PictureConfig
 

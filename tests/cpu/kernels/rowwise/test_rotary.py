@@ -12,7 +12,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from strandline.errors import ConfigError
 from strandline.kernels.rowwise.rotary import apply_rotary, interleaved_dimensions, rotary_table, rotary_table_3d
 from strandline.model_config import parse_model_config
-from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.layers.parts.rotary import RotaryFrequencies, rotary_frequencies
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",

@@ -11,7 +11,7 @@ from strandline.device.weights.model_memory import pair_tensors, tensors_of
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight
 from strandline.kernels.ranks import columns_of
 from strandline.models.drafters import draft_head
-from strandline.models.layers.shard import WHOLE, Shard
+from strandline.models.layers.parts.shard import WHOLE, Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, load_model
 from tests.cpu.engine.tiny import save_tiny_model

@@ -7,16 +7,16 @@ from functools import partial
 import torch
 
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.attention.attention_parts import AttentionConfig, OutputGate, QueryKeyNorm
 from strandline.models.layers.decoder import Decoder, DecoderLayer, pre_norm_layer
 from strandline.models.layers.embedding import EmbeddingConfig
-from strandline.models.layers.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
-from strandline.models.layers.mlp import GatedMlp, GatedMlpConfig
-from strandline.models.layers.residual import PreNorm, zero_centered
-from strandline.models.layers.rotary import RotaryFrequencies, rotary_frequencies
-from strandline.models.layers.site import Site
-from strandline.models.layers.targets import NamedTargets
+from strandline.models.layers.feed_forward.mlp import GatedMlp, GatedMlpConfig
+from strandline.models.layers.parts.rotary import RotaryFrequencies, rotary_frequencies
+from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import NamedTargets
+from strandline.models.layers.recurrences.gated_delta import GatedDeltaNet, GatedDeltaNetConfig
+from strandline.models.layers.streams.residual import PreNorm, zero_centered
 from strandline.specs import LayerSpec
 from tests.cpu.models.driver import Driver, Part, Running
 from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config, prompt

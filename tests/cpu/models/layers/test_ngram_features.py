@@ -15,8 +15,8 @@ from strandline.models.layers.ngram_features import (
     hash_multipliers,
     primes_from,
 )
-from strandline.models.layers.shard import Shard
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.shard import Shard
+from strandline.models.layers.parts.site import Site
 from tests.cpu.models.families import VOCAB_SIZE, config_of, model_config
 from tests.cpu.models.rank_threads import RankThread, RankThreads
 

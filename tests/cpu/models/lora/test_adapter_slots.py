@@ -12,7 +12,7 @@ from torch import Tensor
 from strandline.device.batches.adapter_tiles import tile_rows
 from strandline.device.hardware.upload import upload_together
 from strandline.kernels.gemm.low_rank import NO_SLOT, TiledRows
-from strandline.models.layers.projection import Projection
+from strandline.models.layers.parts.projection import Projection
 from strandline.models.lora.adapter_files import AdapterFiles, read_adapter
 from strandline.models.lora.adapter_slots import SlotSizes
 from strandline.models.model_options import ModelOptions

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.lora import adapter_files
 from strandline.models.lora.adapter_files import read_adapter, read_adapter_config
 from strandline.models.lora.adapter_slots import SlotSizes

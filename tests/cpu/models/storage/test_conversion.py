@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from strandline.cli import QUANTIZED_FORMATS
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.layers.moe import SparseMoe
+from strandline.models.layers.feed_forward.moe import SparseMoe
 from strandline.models.model_options import ModelOptions
 from strandline.models.storage import conversion
 from strandline.models.storage.conversion import convert, is_converted

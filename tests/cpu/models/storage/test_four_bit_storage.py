@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from strandline.kernels.gemm.weights import CodedWeight, DenseWeight, StackedWeight
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.storage import coded_storage
 from strandline.models.weights import FillOptions, load_model

@@ -13,10 +13,10 @@ from torch import Tensor
 from strandline.kernels.gemm.weights import DenseWeight, ScaledWeight, StackedWeight
 from strandline.kernels.rowwise.quantized_rows import GROUP
 from strandline.model_config import read_model_config
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, load_model
 from tests.cpu.engine.tiny import save_tiny_model

@@ -12,7 +12,7 @@ from strandline.config_fields import Fields
 from strandline.kernels.gemm.formats.coded import CodedFormat, draw_bits
 from strandline.kernels.gemm.formats.mxfp8 import LAUNCHES, pack_bytes, unpack_bytes
 from strandline.model_config import ModelConfig
-from strandline.models.layers.experts import Experts
+from strandline.models.layers.feed_forward.experts import Experts
 from strandline.models.storage import layouts, quantization_config
 from strandline.models.storage.layouts import (
     AWQ,

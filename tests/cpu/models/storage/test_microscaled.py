@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import load_model
 from tests.cpu.models import families, microscaled

@@ -16,10 +16,10 @@ from strandline.kernels.gemm.formats.fp8 import FP8
 from strandline.kernels.gemm.formats.mxfp8 import MXFP8
 from strandline.kernels.gemm.weights import CodedWeight, ScaledWeight, StackedWeight
 from strandline.model_config import read_model_config
-from strandline.models.layers.attention import Attention
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.attention.attention import Attention
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, load_model
 from tests.cpu.models import families, four_bit, fp8, microscaled

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from strandline.errors import ConfigError, WeightsError
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.storage import fp8 as reader
 from strandline.models.storage.fp8 import scale_grid

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from strandline.models.layers.targets import NamedTargets, interleaved, whole
+from strandline.models.layers.parts.targets import NamedTargets, interleaved, whole
 from strandline.models.storage.random_weights import fill_with_random_weights, names_of_parameters
 
 

@@ -20,9 +20,9 @@ from strandline.kernels.gemm.formats.fp8 import FP8
 from strandline.kernels.gemm.formats.mxfp8 import MXFP8
 from strandline.model_config import read_model_config
 from strandline.models.families.causal_lm import CausalLM
-from strandline.models.layers.experts import Experts
-from strandline.models.layers.projection import Projection
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.feed_forward.experts import Experts
+from strandline.models.layers.parts.projection import Projection
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.storage.conversion import is_converted
 from strandline.models.weights import FillOptions
 from tests.cpu.models import families, four_bit, fp8, microscaled

@@ -9,7 +9,7 @@ from transformers import Qwen3_5VisionConfig, Qwen3_5VisionModel
 
 from strandline.config_fields import Fields
 from strandline.errors import ConfigError
-from strandline.models.layers.site import Site
+from strandline.models.layers.parts.site import Site
 from strandline.models.vision.tower import TowerConfig, VisionTower
 from strandline.picture_config import PictureConfig
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from strandline.errors import WeightsError
-from strandline.models.layers.shard import Shard
+from strandline.models.layers.parts.shard import Shard
 from strandline.models.model_options import ModelOptions
 from strandline.models.weights import FillOptions, load_model
 from tests.cpu.device.picture_driver import PICTURES
