@@ -26,7 +26,7 @@ from typing import Final
 
 from strandline.errors import ConfigError, cause_of
 from strandline.records.actions import StoredBlocks, StoredPath
-from strandline.records.kept import KeptBlocks, KeptSnapshot
+from strandline.records.persisted import PersistedBlocks, PersistedSnapshot
 from strandline.transfer.checksum import Buffer
 from strandline.transfer.disk_files import (
     MODE,
@@ -46,8 +46,8 @@ from strandline.transfer.stored_files import (
     Located,
     LostItemsError,
     StoredFile,
+    entry_of,
     joined,
-    kept_of,
     read_in_turn,
     read_part,
 )
@@ -240,7 +240,7 @@ class DiskDirectory:
         Args:
             progress: called with 1 for each file.
         """
-        addresses, found = dict[int, Located](), list[KeptBlocks | KeptSnapshot]()
+        addresses, found = dict[int, Located](), list[PersistedBlocks | PersistedSnapshot]()
         reasons, unread, numbers, now_s = Counter[str](), Counter[str](), count(1), time.time()
         for name in filter(NAME.fullmatch, sorted(os.listdir(self.descriptor))):
             progress(1)
@@ -256,7 +256,7 @@ class DiskDirectory:
             stored = StoredFile(name, len(header.sizes), header)
             located = {next(numbers): Located(stored, index) for index in range(len(stored.is_live))}
             addresses |= located
-            found.append(kept_of(header, tuple(located), idle_s))
+            found.append(entry_of(header, tuple(located), idle_s))
         for reason, number in reasons.items():
             LOGGER.warning("removed %s of the disk cache %s: %s", _files(number), self.path, reason)
         for reason, number in unread.items():

@@ -15,8 +15,8 @@ from strandline.clock import SYSTEM_CLOCK
 from strandline.errors import cause_of
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
-from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.persisted import PersistedBlocks, PersistedEntries, PersistedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 from strandline.transfer.disk_files import DamagedFileError, Header, new_header, read_item
 from strandline.transfer.layout import differences
@@ -94,7 +94,7 @@ class Located(NamedTuple):
 class Found(NamedTuple):
     """What files hold."""
 
-    kept: Kept
+    persisted: PersistedEntries
     addresses: dict[int, Located]
 
 
@@ -203,21 +203,23 @@ def _require_fields(description: Mapping[str, Any]) -> None:
         raise DamagedFileError("their headers do not say what this version writes")
 
 
-def kept_of(header: Header, addresses: Sequence[int], idle_s: float) -> KeptBlocks | KeptSnapshot:
+def entry_of(header: Header, addresses: Sequence[int], idle_s: float) -> PersistedBlocks | PersistedSnapshot:
     """Return what a file holds, as data."""
     about = header.description
     before, past_bin, is_shared = bytes.fromhex(about["before"]), about["interarrival_bin"], about["is_shared"]
     if about["kind"] == BLOCKS:
-        return KeptBlocks(about["tree"], before, header.tokens, tuple(addresses), past_bin, idle_s, is_shared)
+        return PersistedBlocks(about["tree"], before, header.tokens, tuple(addresses), past_bin, idle_s, is_shared)
     address, tail_address = (*addresses, 0)[:2]
     kind = SnapshotKind(about["snapshot"])
-    return KeptSnapshot(about["tree"], before, header.tokens, address, tail_address, kind, past_bin, idle_s, is_shared)
+    return PersistedSnapshot(
+        about["tree"], before, header.tokens, address, tail_address, kind, past_bin, idle_s, is_shared
+    )
 
 
-def joined(each: Sequence[KeptBlocks | KeptSnapshot]) -> Kept:
+def joined(each: Sequence[PersistedBlocks | PersistedSnapshot]) -> PersistedEntries:
     """Return what several files hold."""
-    blocks = tuple(kept for kept in each if isinstance(kept, KeptBlocks))
-    return Kept(blocks, tuple(kept for kept in each if isinstance(kept, KeptSnapshot)))
+    blocks = tuple(entry for entry in each if isinstance(entry, PersistedBlocks))
+    return PersistedEntries(blocks, tuple(entry for entry in each if isinstance(entry, PersistedSnapshot)))
 
 
 def read_in_turn(

@@ -20,8 +20,8 @@ from strandline.cache.tiers.reset import reset
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, RequestId, TransferId
 from strandline.records.account import Account, Miss, Reason, SnapshotKind
 from strandline.records.actions import Completion, StoredBlocks, StoredPath
-from strandline.records.kept import NOTHING, Kept
 from strandline.records.offer import Offer, OfferedSnapshot
+from strandline.records.persisted import NO_ENTRIES, PersistedEntries
 from strandline.records.tokens import TokenBuffer, decode
 from strandline.specs import SnapshotSize, WindowSize
 from tests.cpu.cache.device import NO_STATE, Device, Tokens
@@ -47,7 +47,7 @@ class Driver:
         emits_events: bool = False,
         lower_blocks: Sequence[int] = (),
         lower_snapshots: SnapshotSize | None = None,
-        kept: Kept = NOTHING,
+        persisted: PersistedEntries = NO_ENTRIES,
         windows: tuple[WindowClass, ...] = (),
     ) -> None:
         announcer = Announcer(needs_snapshots=rule.needs_snapshots) if emits_events else None
@@ -64,7 +64,7 @@ class Driver:
         if lower_snapshots is None:
             slot_blocks = blocks_per_slab if rule.needs_slots else 0
             lower_snapshots = SnapshotSize(slot_blocks, 1, tuple(WindowSize(each.num_tokens, 1) for each in windows))
-        memories = tiers(lower_blocks, lower_snapshots, kept)
+        memories = tiers(lower_blocks, lower_snapshots, persisted)
         self.loads = Loads(self.cache, memories, announcer=announcer)
         self.holds = Holds(self.cache)
         self.device = Device(num_slabs, blocks_per_slab, windows, num_computed_again=int(not rule.needs_slots))
@@ -314,19 +314,21 @@ STORES = ("host", "disk", "far")
 """The stores of tiers, nearest first."""
 
 
-def tiers(lower_blocks: Sequence[int], snapshots: SnapshotSize, kept: Kept = NOTHING) -> list[LowerMemory]:
+def tiers(
+    lower_blocks: Sequence[int], snapshots: SnapshotSize, persisted: PersistedEntries = NO_ENTRIES
+) -> list[LowerMemory]:
     """Return memories below the device of these sizes, nearest first; 0: none.
 
     What leaves each of them early, but the last, is a third of it.
 
     Args:
-        kept: what the second one holds from an earlier process.
+        persisted: what the second one holds from an earlier process.
     """
     sizes = [size for size in lower_blocks if size]
     memories = []
     for index, (store, size) in enumerate(zip(STORES, sizes, strict=False)):
         spare = size // 3 + 1 if index + 1 < len(sizes) else 0
-        key, found = (b"secret" if index else None), (kept if index == 1 else NOTHING)
+        key, found = (b"secret" if index else None), (persisted if index == 1 else NO_ENTRIES)
         memories.append(LowerMemory(store, size, 1, snapshots, LoadCosts(), spare, key, found))
     return memories
 

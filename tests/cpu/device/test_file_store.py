@@ -56,7 +56,7 @@ class Scene:
         self.transfers = Transfers(self.arena)
         self.host = HostStore(self.arena, 40, self.transfers.completions)
         self.directory = DiskDirectory(path, {"weights": "one"}, SPEC.raw_block_bytes, [SPEC.raw_slot_bytes])
-        self.kept, self.addresses = self.directory.scan()
+        self.persisted, self.addresses = self.directory.scan()
         copies = ArenaCopies(self.arena)
         self.disk = FileStore(DISK.store, self.directory, self.addresses, self.host, copies, self.transfers.completions)
         self.transfers.attach(HOST_STORE, self.host)
@@ -242,7 +242,7 @@ def test_what_gets_no_new_name_leaves_the_disk(tmp_path: Path, caplog: pytest.Lo
     first.store()
     first.transfers.close()
     second = Scene(tmp_path / "cache")
-    [[*blocks]] = [kept.addresses for kept in second.kept.blocks]
+    [[*blocks]] = [entry.addresses for entry in second.persisted.blocks]
     second.disk.rename({blocks[0]: 90, blocks[1]: blocks[0]})
     size = 4096 + 2 * SPEC.raw_block_bytes
     second.wait_until(

@@ -78,7 +78,7 @@ def directory(tmp_path: Path) -> DiskDirectory:
 def test_files_are_found_again_with_all_that_they_say(directory: DiskDirectory) -> None:
     write(directory)
     found = rescanned(directory)
-    [blocks], [snapshot] = found.kept
+    [blocks], [snapshot] = found.persisted
     hashes = [root_hash("tree"), *block_hashes(root_hash("tree"), DATA)]
     assert (blocks.tree, blocks.before, blocks.tokens) == ("tree", hashes[1], DATA[256:768])
     assert (snapshot.before, snapshot.key, snapshot.kind) == (hashes[3], DATA[768:], SnapshotKind.PROMPT_END)
@@ -151,7 +151,7 @@ def test_bad_files_are_removed_with_a_reason(
     assert callable(harm)
     harm(directory.path / name)
     found = rescanned(directory)
-    assert (len(found.kept.blocks), len(found.kept.snapshots)) == (1, 0)
+    assert (len(found.persisted.blocks), len(found.persisted.snapshots)) == (1, 0)
     assert reason in caplog.text
     assert "removed 1 file of the disk cache" in caplog.text
     assert len(list(directory.path.iterdir())) == 3
@@ -198,9 +198,9 @@ def test_files_that_cannot_be_read_now_are_kept(
 
     with monkeypatch.context() as patched:
         patched.setattr(disk_files.os, "pread", fail)
-        assert not any(directory.scan().kept)
+        assert not any(directory.scan().persisted)
     assert f"2 files of the disk cache {directory.path} could not be read and are not used" in caplog.text
-    assert all(rescanned(directory).kept)
+    assert all(rescanned(directory).persisted)
 
 
 def test_files_cut_off_at_a_block_keep_the_others(directory: DiskDirectory) -> None:
@@ -209,14 +209,14 @@ def test_files_cut_off_at_a_block_keep_the_others(directory: DiskDirectory) -> N
     end = read_header(file).offsets()[1]
     os.close(file)
     disk_files.cut_off(directory.descriptor, name, end + 100)
-    [blocks] = rescanned(directory).kept.blocks
+    [blocks] = rescanned(directory).persisted.blocks
     assert (blocks.tokens, len(blocks.addresses)) == (DATA[256:512], 1)
 
 
 def test_files_of_another_model_are_removed(directory: DiskDirectory, caplog: pytest.LogCaptureFixture) -> None:
     write(directory)
     found = rescanned(directory, LAYOUT | {"weights": "two"})
-    assert not any(found.kept)
+    assert not any(found.persisted)
     assert "weights: two here, one there" in caplog.text
     assert {path.name for path in directory.path.iterdir()} == {"lock", "key"}
 
@@ -224,13 +224,13 @@ def test_files_of_another_model_are_removed(directory: DiskDirectory, caplog: py
 def test_files_under_a_lost_key_are_removed(directory: DiskDirectory, caplog: pytest.LogCaptureFixture) -> None:
     write(directory)
     (directory.path / "key").write_bytes(b"short")
-    assert not any(rescanned(directory).kept)
+    assert not any(rescanned(directory).persisted)
     assert "the key that they were written with is gone" in caplog.text
 
 
 def test_other_files_are_left_alone(directory: DiskDirectory) -> None:
     (directory.path / "notes.txt").write_text("mine")
-    assert not any(rescanned(directory).kept)
+    assert not any(rescanned(directory).persisted)
     assert (directory.path / "notes.txt").exists()
 
 
@@ -262,7 +262,7 @@ def test_each_rank_has_a_directory_of_its_own(tmp_path: Path) -> None:
         opened(path, rank=1)
     for each in ranks:
         write(each)
-    assert [len(rescanned(each).kept.blocks) for each in ranks] == [1, 1, 1]
+    assert [len(rescanned(each).persisted.blocks) for each in ranks] == [1, 1, 1]
 
 
 def test_another_engine_may_open_its_directory_first(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_killed_processes_leave_only_whole_files(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     directory = opened(path)
     found = directory.scan()
-    assert found.kept.blocks
+    assert found.persisted.blocks
     assert not list(path.glob("*.tmp"))
     for located in found.addresses.values():
         file = open_for_reading(directory.descriptor, located.file.name)

@@ -18,27 +18,27 @@ from strandline.cache.tiers.tier_target import TierTarget
 from strandline.cache.use import Use, UseHistory
 from strandline.ids import NO_ADDRESS
 from strandline.records.actions import StoredBlocks, StoredPath
-from strandline.records.kept import Kept
+from strandline.records.persisted import PersistedEntries
 from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES
 
 MAX_EVICTED: Final = 64
 """Most snapshots that are evicted at once because files are gone: a directory may be removed with all that it has."""
 
 
-def last_address(kept: Kept) -> int:
+def last_address(persisted: PersistedEntries) -> int:
     """Return the highest address in use."""
-    return max(_addresses(kept), default=NO_ADDRESS)
+    return max(_addresses(persisted), default=NO_ADDRESS)
 
 
-def adopt(tier: LowerTier, kept: Kept, reuse: UseHistory) -> None:
+def adopt(tier: LowerTier, persisted: PersistedEntries, reuse: UseHistory) -> None:
     """Enter what a store holds into its empty tier; evict what is worth least if that is too much.
 
     Snapshots whose blocks are lost are dropped, and so are blocks that no snapshot needs.
     """
     known = KnownPaths(has_snapshots=tier.has_snapshots)
-    known.add(kept)
-    used = adopt_paths(tier, known.take(len(kept.blocks) + len(kept.snapshots)), reuse)
-    unused = set(_addresses(kept)) - used
+    known.add(persisted)
+    used = adopt_paths(tier, known.take(len(persisted.blocks) + len(persisted.snapshots)), reuse)
+    unused = set(_addresses(persisted)) - used
     tier.free(dict.fromkeys(unused, 0))
 
 
@@ -98,7 +98,7 @@ def _enter(tier: LowerTier, path: StoredPath, use: Use) -> TierTarget:
     return target
 
 
-def _addresses(kept: Kept) -> list[int]:
+def _addresses(persisted: PersistedEntries) -> list[int]:
     """Return all addresses; ``NO_ADDRESS`` may be among them."""
-    of_snapshots = [(snapshot.address, snapshot.tail_address) for snapshot in kept.snapshots]
-    return [address for addresses in (*(x.addresses for x in kept.blocks), *of_snapshots) for address in addresses]
+    of_snapshots = [(snapshot.address, snapshot.tail_address) for snapshot in persisted.snapshots]
+    return [address for addresses in (*(x.addresses for x in persisted.blocks), *of_snapshots) for address in addresses]

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from strandline.ids import NO_ADDRESS
 from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
-from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.persisted import PersistedBlocks, PersistedEntries, PersistedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 
@@ -55,7 +55,7 @@ LostPath = LostBlock | LostSnapshot
 class _Blocks:
     """A file of blocks."""
 
-    kept: KeptBlocks
+    entry: PersistedBlocks
     hashes: list[bytes]
     """Hashes of the paths that end with each block."""
     is_whole: bool = False
@@ -63,25 +63,25 @@ class _Blocks:
 
     @property
     def name(self) -> int:
-        return self.kept.addresses[0]
+        return self.entry.addresses[0]
 
     def up_to(self, path_hash: bytes) -> tuple[bytes, tuple[int, ...]]:
         """Return the tokens and the addresses of the blocks up to one."""
         end = self.hashes.index(path_hash) + 1
-        return self.kept.tokens[: end * BLOCK_KEY_BYTES], self.kept.addresses[:end]
+        return self.entry.tokens[: end * BLOCK_KEY_BYTES], self.entry.addresses[:end]
 
 
 @dataclass(slots=True, eq=False)
 class _Snapshot:
     """A file of a snapshot."""
 
-    kept: KeptSnapshot
+    entry: PersistedSnapshot
     hashes: tuple[()] = ()
     """It has no blocks that others continue."""
 
     @property
     def name(self) -> int:
-        return self.kept.address
+        return self.entry.address
 
 
 _File = _Blocks | _Snapshot
@@ -112,7 +112,7 @@ class _Tree:
 
     def enter(self, file: _File) -> None:
         """Add a file."""
-        self.after.setdefault(file.kept.before, {})[file.name] = file
+        self.after.setdefault(file.entry.before, {})[file.name] = file
         if isinstance(file, _Blocks):
             for path_hash in file.hashes:
                 self.blocks_at[path_hash] = (*self.blocks_at.get(path_hash, ()), file)
@@ -125,10 +125,10 @@ class _Tree:
                 self.blocks_at[path_hash] = left
             else:
                 del self.blocks_at[path_hash]
-        after = self.after[file.kept.before]
+        after = self.after[file.entry.before]
         del after[file.name]
         if not after:
-            del self.after[file.kept.before]
+            del self.after[file.entry.before]
 
 
 class KnownPaths:
@@ -153,20 +153,20 @@ class KnownPaths:
         """The number of paths to take."""
         return len(self._new)
 
-    def add(self, kept: Kept) -> None:
+    def add(self, entries: PersistedEntries) -> None:
         """Take in what files hold."""
-        for blocks in kept.blocks:
+        for blocks in entries.blocks:
             self._add(_Blocks(blocks, block_hashes(blocks.before, blocks.tokens)))
-        for snapshot in kept.snapshots if self._has_snapshots else ():
+        for snapshot in entries.snapshots if self._has_snapshots else ():
             if bool(snapshot.tail_address) == bool(snapshot.key):
                 self._add(_Snapshot(snapshot))
 
     def _add(self, file: _File) -> None:
-        kept = file.kept
-        tree = self._trees.setdefault(kept.tree, _Tree(root_hash(kept.tree)))
+        entry = file.entry
+        tree = self._trees.setdefault(entry.tree, _Tree(root_hash(entry.tree)))
         self._files[file.name] = file
         tree.enter(file)
-        if tree.is_whole(kept.before):
+        if tree.is_whole(entry.before):
             self._make_whole(tree, file)
 
     def _make_whole(self, tree: _Tree, first: _File) -> None:
@@ -192,12 +192,12 @@ class KnownPaths:
         file = self._files.pop(name, None)
         if file is None:
             return None
-        tree = self._trees[file.kept.tree]
+        tree = self._trees[file.entry.tree]
         lost = self._lose_blocks(tree, file) if isinstance(file, _Blocks) else self._lose_snapshot(tree, file)
         self._new.pop(name, None)
         tree.remove(file)
         if not tree.after:
-            del self._trees[file.kept.tree]
+            del self._trees[file.entry.tree]
         return lost
 
     def _is_end(self, file: _File) -> bool:
@@ -205,15 +205,15 @@ class KnownPaths:
 
     def _is_taken(self, tree: _Tree, file: _File) -> bool:
         """Return whether a file is the end of a path that is whole and has been taken."""
-        return self._is_end(file) and file.name not in self._new and tree.is_whole(file.kept.before)
+        return self._is_end(file) and file.name not in self._new and tree.is_whole(file.entry.before)
 
     def _lose_snapshot(self, tree: _Tree, gone: _Snapshot) -> LostPath | None:
-        before = self._path(tree, gone.kept.before) if self._is_taken(tree, gone) else None
-        return None if before is None else LostSnapshot(gone.kept.tree, before[0] + gone.kept.key)
+        before = self._path(tree, gone.entry.before) if self._is_taken(tree, gone) else None
+        return None if before is None else LostSnapshot(gone.entry.tree, before[0] + gone.entry.key)
 
     def _lose_blocks(self, tree: _Tree, gone: _Blocks) -> LostPath | None:
         """Take out what follows blocks that are gone; return the first of these, if anything there has been taken."""
-        before = self._path(tree, gone.kept.before)
+        before = self._path(tree, gone.entry.before)
         if before is None:
             return None
         below = list(self._below(tree, gone))
@@ -227,9 +227,9 @@ class KnownPaths:
                     waiting.append(file)
         for file in below:
             self._new.pop(file.name, None)
-            if file is not gone and self._is_end(file) and tree.is_whole(file.kept.before):
+            if file is not gone and self._is_end(file) and tree.is_whole(file.entry.before):
                 self._new[file.name] = file
-        return LostBlock(gone.kept.tree, before[0] + gone.kept.tokens[:BLOCK_KEY_BYTES]) if is_taken else None
+        return LostBlock(gone.entry.tree, before[0] + gone.entry.tokens[:BLOCK_KEY_BYTES]) if is_taken else None
 
     def _below(self, tree: _Tree, first: _Blocks) -> Iterator[_File]:
         """Yield the files that have some of a file's blocks, that one included, and all that are after these."""
@@ -258,18 +258,18 @@ class KnownPaths:
 
     def _path_of(self, end: _File) -> FoundPath | None:
         """Return the path with an end; None: it is not whole."""
-        kept = end.kept
+        entry = end.entry
         if isinstance(end, _Blocks):
             path_hash, key, addresses, kind = end.hashes[-1], b"", (NO_ADDRESS, NO_ADDRESS), SnapshotKind.GENERATION_END
         else:
-            own = end.kept
+            own = end.entry
             path_hash, key, addresses, kind = own.before, own.key, (own.address, own.tail_address), own.kind
-        found = self._path(self._trees[kept.tree], path_hash)
+        found = self._path(self._trees[entry.tree], path_hash)
         if found is None:
             return None
         data, blocks = found
-        path = StoredPath(kept.tree, data + key, blocks, *addresses, kind, kept.interarrival_bin, kept.is_shared)
-        return FoundPath(path, kept.idle_s)
+        path = StoredPath(entry.tree, data + key, blocks, *addresses, kind, entry.interarrival_bin, entry.is_shared)
+        return FoundPath(path, entry.idle_s)
 
     def _path(self, tree: _Tree, path_hash: bytes) -> tuple[bytes, StoredBlocks] | None:
         """Return the tokens of a path, encoded, and its blocks; None: it is not whole."""
@@ -281,13 +281,13 @@ class KnownPaths:
             tokens, numbers = file.up_to(path_hash)
             parts.append(tokens)
             addresses.append(numbers)
-            path_hash = file.kept.before
+            path_hash = file.entry.before
         return b"".join(parts[::-1]), StoredBlocks(0, tuple(chain.from_iterable(addresses[::-1])))
 
     def before(self, name: int) -> Iterator[int]:
         """Yield the files with the blocks before those of a file, the nearest first, as far as they are known."""
         file = self._files.get(name)
         while file is not None:
-            file = self._trees[file.kept.tree].whole_at(file.kept.before)
+            file = self._trees[file.entry.tree].whole_at(file.entry.before)
             if file is not None:
                 yield file.name

@@ -105,7 +105,7 @@ class Loads:
         self, memories: Sequence[LowerMemory], reuse: UseHistory, announcer: Announcer | None
     ) -> tuple[LowerTier, ...]:
         """Return the tiers below the device, with what their memories hold from an earlier process."""
-        addresses = partial(next, count(1 + max((last_address(memory.kept) for memory in memories), default=0)))
+        addresses = partial(next, count(1 + max((last_address(memory.persisted) for memory in memories), default=0)))
         key = next((memory.key for memory in memories if memory.key is not None), None)
         if not memories:
             return ()
@@ -123,7 +123,7 @@ class Loads:
             for memory, column in zip(memories, tree.columns, strict=True)
         )
         for tier, memory in zip(tiers, memories, strict=True):
-            adopt(tier, memory.kept, reuse)
+            adopt(tier, memory.persisted, reuse)
         return tiers
 
     def known_roots(self) -> tuple[Run, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from strandline.cache.tiers.load_costs import LoadCosts
-from strandline.records.kept import NOTHING, Kept
+from strandline.records.persisted import NO_ENTRIES, PersistedEntries
 from strandline.specs import SnapshotSize
 
 
@@ -26,5 +26,5 @@ class LowerMemory:
 
     None: it ends with the process, and drops what is loaded.
     """
-    kept: Kept = NOTHING
+    persisted: PersistedEntries = NO_ENTRIES
     """What it holds from an earlier process."""

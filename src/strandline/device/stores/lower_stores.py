@@ -20,7 +20,7 @@ from strandline.errors import ConfigError, cause_of
 from strandline.file_tiers import DISK, OBJECTS, FileTier, shared_directory
 from strandline.kernels.arena import ArenaTensors
 from strandline.kernels.ranks import ONE_RANK, Ranks
-from strandline.records.kept import Kept
+from strandline.records.persisted import PersistedEntries
 from strandline.specs import ModelSpec
 from strandline.tier_sizes import blocks_below, buffer_blocks, least_bytes_below
 from strandline.transfer.disk_directory import DiskDirectory
@@ -44,7 +44,7 @@ class FileFacts:
     """What salts are hashed with."""
     layout: dict[str, str] = field(default_factory=dict)
     """That of the first rank's files, where further ones are found while the engine runs."""
-    kept: list[Kept] = field(default_factory=list)
+    persisted: list[PersistedEntries] = field(default_factory=list)
     """Entries from earlier processes, in a list of one, which the core empties; on a rank, the rank's part. Empty: all
     are found while the engine runs."""
     scan_s: float = 0.0
@@ -138,7 +138,7 @@ def _read_directory(directory: DiskDirectory, num_blocks: int, ranks: Ranks, *, 
     with tqdm(desc=DISK.title, disable=None if progress else True, unit="file", leave=False, delay=1) as bar:
         found = directory.scan(bar.update)
     scan_s = SYSTEM_CLOCK() - start_s
-    facts = FileFacts(DISK, num_blocks, str(directory.path), directory.key, kept=[found.kept], scan_s=scan_s)
+    facts = FileFacts(DISK, num_blocks, str(directory.path), directory.key, persisted=[found.persisted], scan_s=scan_s)
     return _OpenFiles(facts, directory, found.addresses)
 
 

@@ -11,7 +11,7 @@ from strandline.device.executor import ExecutorFacts
 from strandline.device.stores.host_store import HOST_STORE
 from strandline.device.stores.lower_stores import FileFacts
 from strandline.file_tiers import DISK
-from strandline.records.kept import NOTHING
+from strandline.records.persisted import NO_ENTRIES
 from strandline.specs import ModelSpec
 
 
@@ -23,7 +23,7 @@ def cache_size(facts: ExecutorFacts, num_logs: int) -> CacheSize:
 
 
 def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemory]:
-    """Return the memories below the device, nearest first. What files have kept is taken out of the facts."""
+    """Return the memories below the device, nearest first. Persisted entries are taken out of the facts."""
     spec, lower = facts.spec, facts.lower
     if not lower.num_host_blocks:
         return []
@@ -33,10 +33,10 @@ def lower_memories(facts: ExecutorFacts, snapshot_dtype: str) -> list[LowerMemor
         num_spare = num_host if lower.is_buffer else spare_blocks(num_host, spec.blocks_per_slab, snapshots.max_blocks)
     memories = [LowerMemory(HOST_STORE, num_host, block_bytes, snapshots, LoadCosts(), num_spare)]
     if files is not None:
-        tier, kept = files.tier, files.kept.pop() if files.kept else NOTHING
+        tier, persisted = files.tier, files.persisted.pop() if files.persisted else NO_ENTRIES
         costs = LoadCosts(tier.latency_s)
         memories.append(
-            LowerMemory(tier.store, files.num_blocks, block_bytes, snapshots, costs, key=files.key, kept=kept)
+            LowerMemory(tier.store, files.num_blocks, block_bytes, snapshots, costs, key=files.key, persisted=persisted)
         )
     return memories
 

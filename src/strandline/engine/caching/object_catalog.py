@@ -26,7 +26,7 @@ from strandline.records.tier_stats import DirectoryUse
 from strandline.transfer.disk_files import Header
 from strandline.transfer.object_files import ObjectFiles
 from strandline.transfer.shared_directory import SharedDirectory
-from strandline.transfer.stored_files import SNAPSHOT, joined, kept_of
+from strandline.transfer.stored_files import SNAPSHOT, entry_of, joined
 
 LOGGER: Final = logging.getLogger("strandline.object_store")
 CLOSE_S: Final = 1.0
@@ -160,7 +160,7 @@ class ObjectCatalog:
         with self._lock:
             self._found[name] = self._entering[name] = found
             self._names[found.first_address] = name
-            self._known.add(joined([kept_of(header, addresses, idle_s)]))
+            self._known.add(joined([entry_of(header, addresses, idle_s)]))
 
     def _forget(self, names: list[str]) -> None:
         """Forget files that are gone."""

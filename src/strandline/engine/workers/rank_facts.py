@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strandline.device.executor import ExecutorFacts
-from strandline.engine.workers.joined_kept import join_kept
+from strandline.engine.workers.joined_entries import join_entries
 from strandline.errors import EngineError
 
 
@@ -12,7 +12,7 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
     """Return the facts of all ranks together: phases of the start took as long as on the slowest.
 
     Returns:
-        Beside them, for each rank of several whose files have kept something, the new addresses of that, by its own.
+        Beside them, for each rank of several with persisted entries, their new addresses, by its own.
 
     Raises:
         EngineError: ranks do not agree on what must be equal.
@@ -21,15 +21,15 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
     if any(_shared(each) != _shared(first) for each in others):
         raise EngineError(f"ranks do not agree on what the engine has: {[_shared(each) for each in facts]}")
     phases = {phase: max(each.start_s[phase] for each in facts) for phase in first.start_s}
-    files = [each.lower.files for each in facts if each.lower.files is not None and each.lower.files.kept]
+    files = [each.lower.files for each in facts if each.lower.files is not None and each.lower.files.persisted]
     if not others or not files:
         return replace(first, start_s=phases), []
-    kept, renames = join_kept([each.kept.pop() for each in files])
-    joined = replace(files[0], kept=[kept], scan_s=max(each.scan_s for each in files))
+    persisted, renames = join_entries([each.persisted.pop() for each in files])
+    joined = replace(files[0], persisted=[persisted], scan_s=max(each.scan_s for each in files))
     return replace(first, start_s=phases, lower=replace(first.lower, files=joined)), renames
 
 
 def _shared(facts: ExecutorFacts) -> ExecutorFacts:
     """Return facts without what each rank has for itself."""
-    files = facts.lower.files and replace(facts.lower.files, location="", key=b"", layout={}, kept=[], scan_s=0.0)
+    files = facts.lower.files and replace(facts.lower.files, location="", key=b"", layout={}, persisted=[], scan_s=0.0)
     return replace(facts, start_s={}, lower=replace(facts.lower, files=files))

@@ -7,8 +7,8 @@ import pytest
 
 from strandline.cache.tiers.known_paths import KnownPaths, LostBlock
 from strandline.records.account import SnapshotKind
-from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.persisted import PersistedBlocks, PersistedEntries, PersistedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, encode
 
 TREE = "tree"
@@ -43,14 +43,16 @@ class Files:
         if tokens:
             self.blocks[address] = path, first
             addresses = tuple(range(address, address + len(path) - first))
-            kept = Kept((KeptBlocks(TREE, before, tokens, addresses, 0, 0.0, is_shared=False),), ())
+            entries = PersistedEntries((PersistedBlocks(TREE, before, tokens, addresses, 0, 0.0, is_shared=False),), ())
         elif self._has_snapshots:
             self.snapshots[address] = path
             kind = SnapshotKind.PROMPT_END
-            kept = Kept((), (KeptSnapshot(TREE, before, b"", address, 0, kind, 0, 0.0, is_shared=False),))
+            entries = PersistedEntries(
+                (), (PersistedSnapshot(TREE, before, b"", address, 0, kind, 0, 0.0, is_shared=False),)
+            )
         else:
             return
-        self.known.add(kept)
+        self.known.add(entries)
 
     def forget(self, name: int) -> None:
         self.blocks.pop(name, None)

@@ -16,7 +16,7 @@ from tests.cpu.cache.tiers.test_lower_tier import evict_all
 from tests.cpu.cache.tiers.test_spills import (
     end_spills,
     found_by_others,
-    kept_by,
+    persisted_by,
     restarted,
     spilled,
     tiers,
@@ -115,7 +115,7 @@ def test_another_process_finds_nothing_of_later_epochs(rule: ResumeRule) -> None
     evict_all(driver)
     end_spills(driver)
     assert is_found(driver)
-    assert kept_by(driver).blocks
+    assert persisted_by(driver).blocks
     assert not is_found(restarted(driver))
     assert driver.loads.begin_flush() is None, "it would not be found either"
 
@@ -127,8 +127,8 @@ def test_engines_of_an_epoch_find_what_others_store() -> None:
     others.serve(PROMPT)
     evict_all(others)
     end_spills(others)
-    kept = found_by_others(driver, others)
-    driver.loads.adopt(tiers(driver)[1].store, (), whole_paths(kept))
+    persisted = found_by_others(driver, others)
+    driver.loads.adopt(tiers(driver)[1].store, (), whole_paths(persisted))
     assert driver.bring_back(PROMPT)
 
 

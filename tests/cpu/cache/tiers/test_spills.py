@@ -16,9 +16,9 @@ from strandline.cache.traversal import continuations, demoted_after
 from strandline.cache.tree import Run
 from strandline.cache.walk import Walk, walk
 from strandline.records.account import Miss, Reason
-from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.offer import Offer
 from strandline.records.path_hashes import block_hashes, root_hash
+from strandline.records.persisted import PersistedBlocks, PersistedEntries, PersistedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES, TokenBuffer
 from tests.cpu.cache.driver import Driver, num_holds
 from tests.cpu.cache.history import pattern
@@ -57,7 +57,7 @@ def positions(tier: LowerTier) -> list[int]:
     return sorted(snapshot.position for snapshot in tier.snapshots())
 
 
-def kept_by(driver: Driver, *, lose: int = 0) -> Kept:
+def persisted_by(driver: Driver, *, lose: int = 0) -> PersistedEntries:
     """Return what the persistent tier of a driver holds.
 
     Args:
@@ -74,21 +74,24 @@ def kept_by(driver: Driver, *, lose: int = 0) -> Kept:
             for depth, address in enumerate(addresses, run.start_block + 1):
                 if depth != lose and address:
                     key = path[(depth - 1) * BLOCK_KEY_BYTES : depth * BLOCK_KEY_BYTES]
-                    blocks.append(KeptBlocks(tree, hashes[depth - 1], key, (address,), 0, 0.0, False))
+                    blocks.append(PersistedBlocks(tree, hashes[depth - 1], key, (address,), 0, 0.0, False))
             waiting += [(child, path, hashes) for child in continuations(run)]
             for found in disk.column.copies(run):
                 before, key = hashes[found.snapshot.num_blocks], found.snapshot.tail
                 if found.address:
                     snapshots.append(
-                        KeptSnapshot(tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False)
+                        PersistedSnapshot(
+                            tree, before, key, found.address, found.tail_address, found.kind, 0, 0.0, False
+                        )
                     )
-    return Kept(tuple(blocks), tuple(snapshots))
+    return PersistedEntries(tuple(blocks), tuple(snapshots))
 
 
 def restarted(driver: Driver, *, lose: int = 0, emits_events: bool = False) -> Driver:
     """Return a driver over what the persistent tier of another one holds; ``lose`` as above."""
-    rule, kept, num_blocks = driver.cache.internals().rule, kept_by(driver, lose=lose), tiers(driver)[1].num_blocks
-    new = Driver(lower_blocks=(13, num_blocks), kept=kept, rule=rule, emits_events=emits_events)
+    rule, num_blocks = driver.cache.internals().rule, tiers(driver)[1].num_blocks
+    persisted = persisted_by(driver, lose=lose)
+    new = Driver(lower_blocks=(13, num_blocks), persisted=persisted, rule=rule, emits_events=emits_events)
     new.device.stored |= driver.device.stored
     new.flush()
     return new
@@ -515,22 +518,24 @@ OTHERS = 2**48
 """Where the addresses of another engine's files begin."""
 
 
-def found_by_others(driver: Driver, others: Driver) -> Kept:
+def found_by_others(driver: Driver, others: Driver) -> PersistedEntries:
     """Return what the persistent tier of another engine holds, under addresses that a driver can load."""
-    kept = kept_by(others)
+    persisted = persisted_by(others)
     driver.device.stored |= {OTHERS + address: stored for address, stored in others.device.stored.items()}
-    blocks = [each._replace(addresses=tuple(OTHERS + address for address in each.addresses)) for each in kept.blocks]
+    blocks = [
+        each._replace(addresses=tuple(OTHERS + address for address in each.addresses)) for each in persisted.blocks
+    ]
     snapshots = [
         each._replace(address=OTHERS + each.address, tail_address=OTHERS * (each.tail_address > 0) + each.tail_address)
-        for each in kept.snapshots
+        for each in persisted.snapshots
     ]
-    return Kept(tuple(blocks), tuple(snapshots))
+    return PersistedEntries(tuple(blocks), tuple(snapshots))
 
 
-def whole_paths(kept: Kept, rule: ResumeRule = AT_SNAPSHOTS) -> list[FoundPath]:
+def whole_paths(persisted: PersistedEntries, rule: ResumeRule = AT_SNAPSHOTS) -> list[FoundPath]:
     """Return the paths that some files hold."""
     known = KnownPaths(has_snapshots=rule.needs_slots)
-    known.add(kept)
+    known.add(persisted)
     return known.take(1000)
 
 
@@ -539,10 +544,10 @@ def test_what_others_store_enters_a_tier_in_use(rule: ResumeRule) -> None:
     driver, others = spilled(rule=rule), spilled(NEXT_TURN, pattern(3, 300), host=40, rule=rule)
     _, disk = tiers(driver)
     before = positions(disk)
-    kept, known = found_by_others(driver, others), KnownPaths(has_snapshots=rule.needs_slots)
-    known.add(Kept(kept.blocks[::2], kept.snapshots))
+    persisted, known = found_by_others(driver, others), KnownPaths(has_snapshots=rule.needs_slots)
+    known.add(PersistedEntries(persisted.blocks[::2], persisted.snapshots))
     driver.loads.adopt(disk.store, (), known.take(100))
-    known.add(Kept(kept.blocks[1::2], ()))
+    known.add(PersistedEntries(persisted.blocks[1::2], ()))
     paths = known.take(100)
     assert [known.take(100), paths != []] == [[], True], "each path is found once, when it is whole"
     driver.loads.adopt(disk.store, (), paths)
@@ -561,8 +566,8 @@ def test_what_others_store_enters_a_tier_in_use(rule: ResumeRule) -> None:
 def test_what_others_store_makes_room_by_worth() -> None:
     driver, others = spilled(disk=30), spilled(NEXT_TURN, pattern(3, 300), host=40)
     _, disk = tiers(driver)
-    kept = found_by_others(driver, others)
-    driver.loads.adopt(disk.store, (), whole_paths(kept))
+    persisted = found_by_others(driver, others)
+    driver.loads.adopt(disk.store, (), whole_paths(persisted))
     check(driver.cache)
     assert disk.num_snapshots_evicted > 0
     assert disk.num_used <= disk.num_blocks

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, takewhile
 
 from strandline.ids import NO_ADDRESS
-from strandline.records.kept import Kept, KeptBlocks, KeptSnapshot
 from strandline.records.path_hashes import block_hashes
+from strandline.records.persisted import PersistedBlocks, PersistedEntries, PersistedSnapshot
 from strandline.records.tokens import BLOCK_KEY_BYTES
 
 Content = tuple[str, bytes]
 """Identifies a block: a tree, and the hash of the path that ends with the block."""
 
 
-def join_kept(parts: Sequence[Kept]) -> tuple[Kept, list[dict[int, int]]]:
+def join_entries(parts: Sequence[PersistedEntries]) -> tuple[PersistedEntries, list[dict[int, int]]]:
     """Return what all ranks hold, under new addresses; other contents of files are those of the first rank.
 
     Args:
@@ -36,7 +36,7 @@ def join_kept(parts: Sequence[Kept]) -> tuple[Kept, list[dict[int, int]]]:
     blocks_of = [{content: address for blocks in part.blocks for content, address in _blocks(blocks)} for part in parts]
     snapshots_of = [{(x.tree, x.before, x.key): x for x in part.snapshots} for part in parts]
     new_addresses = dict[Content, int]()
-    joined_blocks, joined_snapshots = list[KeptBlocks](), list[KeptSnapshot]()
+    joined_blocks, joined_snapshots = list[PersistedBlocks](), list[PersistedSnapshot]()
     for blocks in parts[0].blocks:
         # What comes after a block that one rank lacks cannot be reached.
         common = list(takewhile(lambda content: all(content in own for own in blocks_of), dict(_blocks(blocks))))
@@ -53,10 +53,10 @@ def join_kept(parts: Sequence[Kept]) -> tuple[Kept, list[dict[int, int]]]:
             if snapshot.tail_address != NO_ADDRESS:
                 tail_address = rename(own[key].tail_address for own in snapshots_of)
             joined_snapshots.append(snapshot._replace(address=address, tail_address=tail_address))
-    return Kept(tuple(joined_blocks), tuple(joined_snapshots)), renames
+    return PersistedEntries(tuple(joined_blocks), tuple(joined_snapshots)), renames
 
 
-def _blocks(blocks: KeptBlocks) -> Iterator[tuple[Content, int]]:
+def _blocks(blocks: PersistedBlocks) -> Iterator[tuple[Content, int]]:
     """Yield the identity and the address of each block."""
     for path_hash, address in zip(block_hashes(blocks.before, blocks.tokens), blocks.addresses, strict=True):
         yield (blocks.tree, path_hash), address

@@ -1,4 +1,4 @@
-"""What a store that outlives the process holds from an earlier one, as data.
+"""Blocks and snapshots that persistent tiers hold from earlier processes or from other engines, as data.
 
 Blocks and snapshots name the blocks before them by the hashes of ``path_hashes``, with the name of their tree instead
 of a salt.
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from strandline.records.account import SnapshotKind
 
 
-class KeptBlocks(NamedTuple):
+class PersistedBlocks(NamedTuple):
     """Consecutive whole blocks of a path."""
 
     tree: str
@@ -26,7 +26,7 @@ class KeptBlocks(NamedTuple):
     is_shared: bool
 
 
-class KeptSnapshot(NamedTuple):
+class PersistedSnapshot(NamedTuple):
     """A snapshot."""
 
     tree: str
@@ -43,11 +43,11 @@ class KeptSnapshot(NamedTuple):
     is_shared: bool
 
 
-class Kept(NamedTuple):
-    """All that a store holds."""
+class PersistedEntries(NamedTuple):
+    """What a store, or some of its files, holds."""
 
-    blocks: tuple[KeptBlocks, ...]
-    snapshots: tuple[KeptSnapshot, ...]
+    blocks: tuple[PersistedBlocks, ...]
+    snapshots: tuple[PersistedSnapshot, ...]
 
 
-NOTHING: Final = Kept((), ())
+NO_ENTRIES: Final = PersistedEntries((), ())
