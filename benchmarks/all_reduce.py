@@ -36,7 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strandline.config import parse_bytes
-from strandline.device.ranks.process_ranks import ProcessRanks, Rendezvous
+from strandline.device.ranks.process_ranks import ProcessRanks
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.kernels.binding import bind_kernels
 from strandline.kernels.collectives.rank_sums import bind_sum_add_norm
 from strandline.kernels.expert_choices import ExpertChoices, added_up

@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 
 from strandline import LLM, SamplingParams
-from strandline.engine.processes.core_process import TRIM_AFTER_S
+from strandline.engine.processes.core_loop import TRIM_AFTER_S
 from strandline.version import VERSION
 
 LISTENING = re.compile(r"serving \S+ on (http://\S+)")

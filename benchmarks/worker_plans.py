@@ -26,6 +26,7 @@ from strandline.config import EngineConfig
 from strandline.engine.core import EngineCore
 from strandline.engine.mp_executor import MpExecutor
 from strandline.engine.workers import worker_link
+from strandline.engine.workers.workers import Workers
 from strandline.ids import BLOCK_TOKENS, NULL_LOG, PendingToken, RequestId, SlotId
 from strandline.records.events import Submission
 from strandline.records.plan import NewRequest, SequencePlan, StepPlan
@@ -42,7 +43,8 @@ def main() -> None:
     options = parser.parse_args()
     worker_link.WORKER_MODULE = "stub_worker"  # type: ignore[misc]
     os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
-    executor = MpExecutor(EngineConfig(model="none", device="cpu", tensor_parallel_size=options.ranks))
+    config = EngineConfig(model="none", device="cpu", tensor_parallel_size=options.ranks)
+    executor = MpExecutor(config, Workers(options.ranks))
     try:
         if options.engine:
             print("| sequences | step in one process, us | with workers, us | processor, us | with workers, us |")

@@ -251,8 +251,7 @@ class EngineConfig:
         _require_hosts("allowed_media_domains", self.allowed_media_domains)
         _ = self.remembered_bytes, self.max_images, self.weight_transfer
         self._require_loras()
-        has_workers = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
-        if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and has_workers:
+        if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and self.has_workers:
             raise ConfigError(
                 "--kv-transfer-config: NixlConnector reads the memory of the engine's own process, so it cannot "
                 "be combined with --tensor-parallel-size or --distributed-executor-backend mp; use SocketConnector"
@@ -324,6 +323,11 @@ class EngineConfig:
                     f"--snapshot-dtype {self.snapshot_dtype} applies to host memory, the disk cache and the object "
                     "store; add --host-memory, --disk-cache or --object-store"
                 )
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether steps run in processes of their own, one for each rank."""
+        return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
 
     @property
     def has_tiers(self) -> bool:

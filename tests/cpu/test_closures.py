@@ -42,6 +42,13 @@ def test_importing_a_module_loads_a_bounded_number_of_lines(module: str, max_lin
     assert sum(lines.values()) <= max_lines, sorted(lines.items(), key=lambda item: -item[1])
 
 
+@pytest.mark.parametrize("module", ["strandline.engine.processes.core_process", "strandline.engine.workers.workers"])
+def test_what_begins_workers_loads_no_model(module: str) -> None:
+    """Workers import a tensor library while the engine's process does."""
+    rooms = {name.split(".")[1] for name in closure(module) if "." in name}
+    assert rooms & {"kernels", "models", "text", "transfer"} == set()
+
+
 @pytest.mark.parametrize("module", ["strandline.server.app", "strandline.server.launch"])
 def test_the_http_process_loads_no_room_of_the_core(module: str) -> None:
     rooms = {name.split(".")[1] for name in closure(module) if "." in name}

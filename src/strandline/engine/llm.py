@@ -14,12 +14,10 @@ from weakref import finalize
 from tqdm import tqdm
 
 from strandline.config import EngineConfig
-from strandline.engine.core import EngineCore
 from strandline.engine.foreign_methods import foreign_method_error
 from strandline.engine.interrupts import uninterrupted
-from strandline.engine.loading import load_engine
 from strandline.engine.offline_prompts import ParsedPrompt, Prompt, PromptReader, as_list
-from strandline.engine.shared_engine import Inbox, SharedEngine
+from strandline.engine.workers.workers import begun_workers
 from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with
@@ -43,6 +41,10 @@ from strandline.text.frontend import CheckedParams, CheckedRequest
 from strandline.text.model_files import default_sampling_params, find_model
 from strandline.text.picture_placeholders import PicturePlaceholders
 from strandline.text.prompts import check_text
+
+if TYPE_CHECKING:
+    from strandline.engine.core import EngineCore
+    from strandline.engine.shared_engine import Inbox
 
 LOGGER: Final = logging.getLogger("strandline.engine")
 
@@ -84,7 +86,12 @@ class LLM:
         self._default_params = SamplingParams(**default_sampling_params(find_model(self.config.model)))
         self._pictures = new_loader(self.config, find_model(self.config.model))
         self._prompts = PromptReader(self.get_tokenizer, self._pictures)
-        self.engine = load_engine(self.config, progress=True)
+        with begun_workers(self.config) as workers:
+            # These load torch, which the workers do at the same time.
+            from strandline.engine.loading import load_engine
+            from strandline.engine.shared_engine import SharedEngine
+
+            self.engine = load_engine(self.config, workers, progress=True)
         self._names = count()
         self._loras = dict[LoRARequest, LoadedAdapter]()
         self._renderers: dict[str | None, ChatRenderer] = {}
@@ -420,7 +427,7 @@ class LLM:
             raise RequestError(f"{num_prompts} prompts came with {len(priorities)} priorities", param="priority")
         return [check(replace(each, priority=value)) for each, value in zip(params, priorities, strict=True)]
 
-    def _add(self, prompt: ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack, inbox: Inbox) -> str:
+    def _add(self, prompt: ParsedPrompt, request: CheckedRequest, stack: contextlib.ExitStack, inbox: "Inbox") -> str:
         """Add a request of a call. It is aborted when the stack unwinds before it has finished."""
         name = str(next(self._names))
         self._shared.add(
@@ -435,7 +442,7 @@ class LLM:
         )
         return name
 
-    def _run(self, names: Sequence[str], inbox: Inbox, *, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+    def _run(self, names: Sequence[str], inbox: "Inbox", *, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         self.engine.core.control.require_running()
         finished: dict[str, RequestOutput] = {}
         make_bar: MakeBar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
@@ -458,7 +465,7 @@ def _for_each(
     return loras
 
 
-def _close(core: EngineCore, process: int) -> None:
+def _close(core: "EngineCore", process: int) -> None:
     if process != os.getpid():
         return  # a process that was forked from the engine's ends
     try:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ from strandline.engine.model_loader import ModelLoader
 from strandline.engine.mp_executor import MpExecutor
 from strandline.engine.startup.compiling import compiling
 from strandline.engine.startup.model_identity import weights_of_files
+from strandline.engine.workers.workers import Workers, begun_workers
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -49,16 +51,22 @@ LOGGER: Final = logging.getLogger("strandline.engine")
 DEFAULT_MAX_LORA_RANK: Final = 16
 
 
-def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
+def load_engine(config: EngineConfig, workers: Workers | None = None, *, progress: bool = False) -> Engine:
     """Load a model and build an engine around it; as ``load_core`` and ``load_vocabulary``."""
     vocabulary = load_vocabulary(config)
-    core = load_core(config, vocabulary, progress=progress)
+    core = load_core(config, vocabulary, workers, progress=progress)
     return Engine(core, load_frontend(config, core.limits, vocabulary))
 
 
-def load_core(config: EngineConfig, vocabulary: Vocabulary | None = None, *, progress: bool = False) -> EngineCore:
+def load_core(
+    config: EngineConfig,
+    vocabulary: Vocabulary | None = None,
+    workers: Workers | None = None,
+    *,
+    progress: bool = False,
+) -> EngineCore:
     """Load a model and build a core around it; as ``load_executor``."""
-    executor = load_executor(config, vocabulary, progress=progress)
+    executor = load_executor(config, vocabulary, workers, progress=progress)
     try:
         return EngineCore(executor, config)
     except BaseException:
@@ -66,19 +74,27 @@ def load_core(config: EngineConfig, vocabulary: Vocabulary | None = None, *, pro
         raise
 
 
-def load_executor(config: EngineConfig, vocabulary: Vocabulary | None = None, *, progress: bool = False) -> Executor:
+def load_executor(
+    config: EngineConfig,
+    vocabulary: Vocabulary | None = None,
+    workers: Workers | None = None,
+    *,
+    progress: bool = False,
+) -> Executor:
     """Load a model into the executor that the configuration names.
 
     Args:
         vocabulary: vocabulary for structured outputs and stop strings where steps run in this process; by default it is
             loaded here.
+        workers: those of ``begun_workers``; by default they begin here, if the configuration has any.
         progress: show a progress bar while weights load.
 
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
-    if config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1:
-        return MpExecutor(config, progress=progress)
+    with begun_workers(config) if workers is None else nullcontext(workers) as begun:
+        if begun is not None:
+            return MpExecutor(config, begun, progress=progress)
     return load_uni_executor(config, vocabulary, progress=progress)
 
 

@@ -65,29 +65,28 @@ class CompiledElsewhere:
 class MpExecutor:
     """Runs steps in worker processes: every rank runs every step, on its part of the model.
 
+    Args:
+        workers: have begun; the executor has them load the model, and ends them when it is closed.
+
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+    def __init__(self, config: EngineConfig, workers: Workers, *, progress: bool = False) -> None:
         self._step_timeout_s = STEP_TIMEOUT_S
-        self._workers = Workers(config.tensor_parallel_size)
+        self._workers = workers
         self._packer = PlanPacker()
         self._joined = JoinedCompletions(config.tensor_parallel_size)
         self.stores = EngineStores()
         """Where stores of the engine's process are attached."""
         self._finalizer = finalize(self, self._workers.close)
-        try:
-            start_s = SYSTEM_CLOCK()
-            weights = weights_of_files(config)  # all are read: once, and not by every rank
-            weights_s = SYSTEM_CLOCK() - start_s
-            self.facts, renames = join_facts(self._workers.start(config, weights, progress=progress))
-            self.facts.start_s["weights"] += weights_s
-            if renames:
-                self._workers.results(self._workers.call_each("rename_stored", [(addresses,) for addresses in renames]))
-        except BaseException:
-            self._workers.close()
-            raise
+        start_s = SYSTEM_CLOCK()
+        weights = weights_of_files(config)  # all are read: once, and not by every rank
+        weights_s = SYSTEM_CLOCK() - start_s
+        self.facts, renames = join_facts(self._workers.start(config, weights, progress=progress))
+        self.facts.start_s["weights"] += weights_s
+        if renames:
+            self._workers.results(self._workers.call_each("rename_stored", [(addresses,) for addresses in renames]))
 
     @property
     def process_ids(self) -> list[int]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from strandline.device.ranks import process_ranks
-from strandline.device.ranks.process_ranks import INTERFACES, WITHOUT_MULTICAST, ProcessRanks, Rendezvous, _loopback
+from strandline.device.ranks.process_ranks import INTERFACES, WITHOUT_MULTICAST, ProcessRanks, _loopback
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.kernels.expert_choices import added_up
 from tests.cpu.kernels.collectives.test_rank_sums import choices_of
 from tests.cpu.kernels.rank_processes import run_ranks

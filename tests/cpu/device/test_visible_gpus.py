@@ -52,10 +52,13 @@ def test_too_few_gpus_are_refused(environment: dict[str, str]) -> None:
         take_gpus(config(0, tensor_parallel_size=3), environment)
 
 
-def test_gpus_that_cannot_be_hidden_are_refused(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gpus_that_cannot_be_hidden_are_refused(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: NUM_GPUS)
     with pytest.raises(ConfigError, match="NVML is missing"):
-        take_gpus(config(1), environment)
+        take_gpus(config(1, tensor_parallel_size=num_ranks), environment)
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"data_parallel_size": 1}])

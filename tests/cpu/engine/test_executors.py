@@ -22,7 +22,7 @@ from strandline import SamplingParams, StructuredOutputsParams
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
 from strandline.device.hardware.threads import NUM_THREADS
-from strandline.device.ranks.process_ranks import Rendezvous
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.engine.core import EngineCore
 from strandline.engine.engine import Engine
 from strandline.engine.loading import load_executor, load_uni_executor
@@ -303,7 +303,7 @@ def test_workers_are_told_what_only_all_weights_say(
 
     class NoWorkers:
         def __init__(self, _: int) -> None:
-            self.close = lambda: None
+            self.close = self.kill = lambda: None
 
         def start(self, _: EngineConfig, weights: str, *, progress: bool) -> None:
             raise ConfigError(f"not started, with {weights}")
@@ -311,7 +311,7 @@ def test_workers_are_told_what_only_all_weights_say(
     options: dict[str, Any] = {"disk_cache": str(tmp_path / "cache"), "disk_cache_size": "1MiB"}
     config = config_of(chat_dir, tensor_parallel_size=2, **options)
     monkeypatch.setattr("strandline.engine.startup.model_identity.fingerprint", lambda _: "a digest")
-    monkeypatch.setattr("strandline.engine.mp_executor.Workers", NoWorkers)
+    monkeypatch.setattr("strandline.engine.workers.workers.Workers", NoWorkers)
     with pytest.raises(ConfigError, match="not started, with a digest"):
         load_executor(config)
     monkeypatch.setattr("strandline.engine.startup.model_identity.fingerprint", lambda _: pytest.fail("all are read"))

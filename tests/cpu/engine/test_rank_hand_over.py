@@ -16,7 +16,6 @@ from strandline.config import EngineConfig
 from strandline.device.stores.shared_copies import SharedCopies
 from strandline.engine.core import EngineCore
 from strandline.engine.loading import load_executor
-from strandline.engine.mp_executor import MpExecutor
 from strandline.env import DEBUG_CACHE
 from strandline.text.vocabulary import load_frontend, load_vocabulary
 from tests.cpu.cache.driver import num_holds
@@ -153,7 +152,7 @@ def check_travelled(producer: Node, consumer: Node, num_pulls: int) -> None:
 def test_processes_hand_over_in_both_directions(engines: Engines) -> None:
     family, prompts = "qwen3_5", [prompt_of(300), prompt_of(200, seed=2)]
     expected = [engines.alone(family, prompt) for prompt in prompts]
-    executor = MpExecutor(engines.config(family, tensor_parallel_size=2))
+    executor: Any = load_executor(engines.config(family, tensor_parallel_size=2))
     try:
         divided, whole = engines.around(executor, family), engines.node(family, 1, "d")
         for prompt, tokens, (giving, fetching) in zip(

@@ -176,7 +176,7 @@ def test_a_rank_without_memory_for_a_step_ends_the_engine(
     chat_dir: Path, started: list[WorkerLink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(starved_worker.STARVED_AT, "step")
-    executor = MpExecutor(config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True))
+    executor: Any = load_executor(config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True))
     engine, directory = engine_around(executor, chat_dir), Path(str(executor._workers.directory))
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     engine.add_request("short", [1, 2, 3], greedy)
@@ -194,7 +194,7 @@ def test_a_rank_without_memory_to_load_ends_the_start(
 ) -> None:
     monkeypatch.setenv(starved_worker.STARVED_AT, "start")
     with pytest.raises(EngineError) as raised:
-        MpExecutor(config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True))
+        load_executor(config_of(chat_dir, tensor_parallel_size=2, skip_tokenizer_init=True))
     check_that_rank_1_was_starved(raised.value, started)
 
 
@@ -277,9 +277,9 @@ import os
 import signal
 import sys
 from strandline.config import EngineConfig
-from strandline.engine.mp_executor import MpExecutor
+from strandline.engine.loading import load_executor
 options = {"device": "cpu", "memory": "8MiB", "skip_tokenizer_init": True, "tensor_parallel_size": 2}
-executor = MpExecutor(EngineConfig(model=sys.argv[1], **options))
+executor = load_executor(EngineConfig(model=sys.argv[1], **options))
 print(*executor.process_ids, executor._workers.directory, flush=True)
 os.kill(executor.process_ids[1], signal.SIGSTOP)
 os.kill(os.getpid(), signal.SIGKILL)

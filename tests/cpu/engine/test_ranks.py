@@ -4,7 +4,7 @@ Ranks are threads here; ``test_rank_processes.py`` has processes.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from strandline import LLM, SamplingParams
 from strandline.config import EngineConfig
 from strandline.device.sizing import slabs_for
-from strandline.engine import loading
+from strandline.engine import llm, loading
 from strandline.errors import ConfigError
 from tests.cpu.engine.conftest import llm_maker
 from tests.cpu.engine.test_bits import MIXTURE, SHORT, traces
@@ -52,6 +52,7 @@ def making(directory: Path | str, num_ranks: int, **defaults: Any) -> Iterator[M
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load_executor", load)
+        patch.setattr(llm, "begun_workers", lambda _: nullcontext())
         make = llm_maker(Path(directory), patch, **{"device": "cpu", "max_model_len": 512, **defaults})
         yield lambda *, divided=True, **options: make(tensor_parallel_size=num_ranks if divided else 1, **options)
     for executor in made:

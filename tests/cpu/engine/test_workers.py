@@ -1,5 +1,7 @@
 """The error of ranks that have failed names the one that all others follow from."""
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from select import select
@@ -8,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from strandline import LLM
 from strandline.config import EngineConfig
-from strandline.device.ranks.process_ranks import Rendezvous
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.engine.processes import worker
 from strandline.engine.workers import workers
-from strandline.engine.workers.worker_link import WorkerEndedError
+from strandline.engine.workers.worker_link import WorkerEndedError, WorkerLink
 from strandline.engine.workers.workers import Workers
-from strandline.errors import EngineError
+from strandline.errors import ConfigError, EngineError
+from tests.cpu.engine.test_executors import is_running
 
 LOST, NO_MEMORY, SILENT = EngineError("a peer is lost"), EngineError("no memory"), WorkerEndedError("has ended")
 KILLED, FIRST_CODE, SECOND_CODE = "ended by SIGKILL", "ended with exit code 1", "ended with exit code 2"
@@ -95,6 +99,63 @@ def test_a_rank_that_has_ended_is_found_without_a_call() -> None:
     with pytest.raises(EngineError, match=r"rank 1 of 2 .* has ended by SIGKILL"):
         made.check()
     made.close()
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_workers_begin_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """And end when loading fails."""
+    begun = list[WorkerLink]()
+
+    class NotedLink(WorkerLink):
+        def __init__(self) -> None:
+            super().__init__()
+            begun.append(self)
+
+    monkeypatch.setattr(workers, "WorkerLink", NotedLink)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        LLM("demo", tokenizer=str(tmp_path), device="cpu", distributed_executor_backend=backend)
+    assert len(begun) == (backend == "mp")
+    assert not any(is_running(link.process.pid) for link in begun)
+
+
+BEGINS = """
+import os
+import sys
+from strandline.engine.workers import workers
+
+def begin():
+    print("begun", "torch" in sys.modules, flush=True)
+    os._exit(0)
+
+workers.WorkerLink = begin
+"""
+
+ENTRIES = {
+    "engine's process": """
+import zmq
+from strandline.config import EngineConfig
+from strandline.engine.processes import core_process
+from strandline.records.heartbeat import Heartbeat
+from strandline.records.messages import ENCODER, Start
+
+with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as back:
+    front.bind("inproc://core")
+    back.connect("inproc://core")
+    front.send(ENCODER.encode(Start(EngineConfig(model="demo", device="cpu", tensor_parallel_size=2))))
+    core_process.serve_core(back, os.pipe()[0], Heartbeat(os.memfd_create("heartbeat")))
+""",
+    "LLM": """
+from strandline import LLM
+LLM("demo", device="cpu", tensor_parallel_size=2)
+""",
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_workers_begin_before_torch_is_loaded(entry: str) -> None:
+    command = [sys.executable, "-c", BEGINS + ENTRIES[entry]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["begun", "False"], done.stderr
 
 
 def test_ranks_of_deterministic_engines_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import zmq
 
 from strandline.engine.core import EngineCore
-from strandline.engine.processes.core_process import CoreLoop
+from strandline.engine.processes.core_loop import CoreLoop
 from strandline.ids import RequestId
 from strandline.records.events import Submission
 from strandline.records.heartbeat import Heartbeat

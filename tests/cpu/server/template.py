@@ -145,7 +145,7 @@ def become(wanted: Wanted, descriptors: list[int]) -> None:
 
 def prepare_engine(address: str) -> None:
     """Import what an engine's process imports. It has its workers forked, by this template at its address."""
-    from strandline.engine.processes import core_process, worker
+    from strandline.engine.processes import core_loop, core_process, worker
     from strandline.engine.workers import worker_link
     from strandline.kernels import runtime_numba
 
@@ -153,6 +153,7 @@ def prepare_engine(address: str) -> None:
     for path in sorted(package.rglob("*_numba.py")):
         import_module(".".join(("strandline.kernels", *path.relative_to(package).with_suffix("").parts)))
     assert import_module("transformers").PreTrainedTokenizerFast
+    assert core_loop.CoreLoop  # the engine's process imports it when workers have begun
     for module in (core_process, worker):  # they are run, not imported
         del sys.modules[module.__name__]
     patched: Any = worker_link

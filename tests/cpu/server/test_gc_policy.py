@@ -37,11 +37,11 @@ sys.exit(launch.serve(engine, ServerConfig(port=0)))
 
 CORE = """
 import zmq
-from strandline.engine.processes import core_process
+from strandline.engine.processes import core_loop, core_process
 from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, Start
 
-core_process.CoreLoop.run = lambda loop: say_what_is_frozen()
+core_loop.CoreLoop.run = lambda loop: say_what_is_frozen()
 with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as back:
     front.bind("inproc://core")
     back.connect("inproc://core")

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from strandline.device import uni_executor
-from strandline.engine.processes import core_process
+from strandline.engine.processes import core_loop
 from strandline.text.structured import Grammars
 from tests.cpu.engine.tokenizers import byte_tokenizer
 from tests.cpu.server.conftest import VOCAB_SIZE
@@ -40,7 +40,7 @@ def grammars() -> Grammars:
 def test_memory_is_returned_once_after_the_last_request(
     trims: Trims, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_process, "TRIM_AFTER_S", 0.05)
+    monkeypatch.setattr(core_loop, "TRIM_AFTER_S", 0.05)
     loop = make_loop(grammars)
     for number in (1, 2):
         loop.submit(f"request {number}")
@@ -56,7 +56,7 @@ def test_memory_is_returned_once_after_the_last_request(
 def test_memory_is_kept_between_consecutive_requests(
     trims: Trims, grammars: Grammars, make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_process, "TRIM_AFTER_S", TIMEOUT_S)
+    monkeypatch.setattr(core_loop, "TRIM_AFTER_S", TIMEOUT_S)
     loop = make_loop(grammars)
     for name in ("first", "second"):
         loop.submit(name)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strandline.device.ranks.process_ranks import ProcessRanks, Rendezvous
+from strandline.device.ranks.process_ranks import ProcessRanks
+from strandline.device.ranks.rendezvous import Rendezvous
 
 EPS = 1e-6
 MAX_WAIT_S = 400

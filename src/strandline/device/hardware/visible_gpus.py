@@ -13,7 +13,7 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def take_gpus(config: EngineConfig, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Hide the GPUs of other engines from this process and those that it starts. Called before CUDA is initialised.
+    """Hide the GPUs of other engines from this process, which computes. Called before CUDA is initialised.
 
     Does nothing for a single engine, and on a machine without GPUs.
 
@@ -34,10 +34,8 @@ def take_gpus(config: EngineConfig, environment: MutableMapping[str, str] = os.e
     names = environment.get(VISIBLE, ",".join(map(str, range(num_gpus)))).split(",")
     first = config.data_parallel_rank * num_ranks
     environment[VISIBLE] = ",".join(names[first : first + num_ranks])
-    if num_ranks > 1:
-        return  # other processes use them
     torch.cuda.init()
-    if torch.cuda.device_count() > 1:
+    if torch.cuda.device_count() > num_ranks:
         raise ConfigError(
             "CUDA was initialised before an engine could hide the GPUs of the others, as NVML is missing; start a "
             f"server for each GPU, with {VISIBLE}"

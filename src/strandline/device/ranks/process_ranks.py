@@ -6,17 +6,17 @@ Ranks rendezvous at a file and connect over the loopback interface only, since a
 """
 
 import os
-import shutil
 import socket
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.device.ranks.symmetric_memory import TorchSymmetricMemory, connect_sums
 from strandline.kernels.expert_choices import Summand, added_up, like, without_factors
 from strandline.kernels.ranks import FewRows, ManyRows, add_in_order
@@ -33,19 +33,6 @@ INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 WITHOUT_MULTICAST: Final = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Environment variables by which NCCL and torch's symmetric memory leave NVLink multicast off: where GPUs are shared
 out, it may be there and not work."""
-
-
-class Rendezvous(NamedTuple):
-    """Where the ranks of an engine find each other, and which of them a process is."""
-
-    rank: int
-    size: int
-    meeting_file: str
-    """In a directory of its own."""
-
-    def remove(self) -> None:
-        """Remove the rendezvous, if it is still there."""
-        shutil.rmtree(Path(self.meeting_file).parent, ignore_errors=True)
 
 
 class ProcessRanks:

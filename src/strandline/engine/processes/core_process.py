@@ -4,9 +4,11 @@ The HTTP process starts it. ``HEARTBEAT`` is the number of an inherited file des
 
 It exits when its standard input closes, which happens when the HTTP process exits for any reason. It ignores signals,
 so that Ctrl-C in a terminal does not end what the HTTP process needs to finish its requests.
+
+Importing this module loads no tensor library: workers, if the configuration has any, begin before this process loads
+one, and all import at the same time.
 """
 
-import logging
 import os
 import signal
 import sys
@@ -17,227 +19,27 @@ from dataclasses import replace
 from pathlib import Path
 from select import select
 from threading import Thread, main_thread
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
-from strandline.device.hardware.visible_gpus import take_gpus
-from strandline.engine.core import EngineCore
-from strandline.engine.loading import load_core
+from strandline.config import EngineConfig
 from strandline.engine.processes.engine_log import name_engine_in_log
-from strandline.errors import ConfigError, RequestError
-from strandline.events.wire import encode_batch
+from strandline.engine.workers.workers import begun_workers
+from strandline.errors import ConfigError
 from strandline.gc_policy import freeze_gc
-from strandline.ids import NO_TOKEN
-from strandline.records.adapters import LoadedAdapter
-from strandline.records.control import Action
-from strandline.records.events import CoreStats, FinishReason, StepEvents, Submission, TokenEvent
 from strandline.records.heartbeat import BEAT_INTERVAL_S, Heartbeat
-from strandline.records.messages import (
-    ENCODER,
-    TO_CORE,
-    AdapterLoaded,
-    AskCache,
-    AskPictures,
-    AskStats,
-    AskWhy,
-    CacheChanged,
-    CacheShown,
-    Control,
-    Controlled,
-    Died,
-    Explained,
-    Finish,
-    Flush,
-    Flushed,
-    FromCore,
-    LoadAdapter,
-    Ready,
-    Refused,
-    SendPictures,
-    Start,
-    Stats,
-    Stepped,
-    Submit,
-    ToCore,
-    UnloadAdapter,
-)
+from strandline.records.messages import ENCODER, TO_CORE, Died, Ready, Refused, Start
 from strandline.signals import ignore_signals
-from strandline.text.pending_grammars import PendingGrammars
+
+if TYPE_CHECKING:
+    from strandline.engine.core import EngineCore
 
 Socket = zmq.Socket[bytes]
-LOGGER: Final = logging.getLogger(__name__)
 IPC: Final = "ipc://"
 EXIT_INTERVAL_S = 0.5
 """How long loading may go on after an exit was raised in it, before it is raised again."""
 LINGER_MS = 2000
-STALLED_MS: Final = 10
-"""Longest wait for pictures before other work is looked for."""
-TRIM_AFTER_S = 5.0
-"""Idle time after which the engine returns free scratch memory to the system."""
-
-
-class CoreLoop:
-    """Runs steps while there is work, and handles messages before every step, so that an abort waits for one at most.
-
-    Sequences with a grammar are queued once it is compiled, so that no step waits for that.
-    """
-
-    def __init__(self, core: EngineCore, socket: Socket, lifeline: int, heartbeat: Heartbeat) -> None:
-        """
-        Args:
-            lifeline: a file descriptor; when it closes, the loop ends.
-        """
-        self._core = core
-        core.scheduler.pictures.ask = lambda digests: self._send(AskPictures(digests))
-        self._pending_grammars = PendingGrammars(core.executor.compile_grammar)
-        core.adapters.count(lambda: self._pending_grammars)
-        self._socket = socket
-        self._lifeline = lifeline
-        self._heartbeat = heartbeat
-        self._poller = zmq.Poller()
-        for source in (socket, lifeline, self._pending_grammars.fileno()):
-            self._poller.register(source, zmq.POLLIN)
-        feed, publisher = core.event_feed, None if core.event_feed is None else core.event_feed.publisher
-        self._feed, self._events_fd = feed, None if publisher is None else publisher.fileno()
-        self._exchange_fds = {each.fileno() for each in (core.hand_over, core.discoveries) if each is not None}
-        for fd in self._exchange_fds:
-            self._poller.register(fd, zmq.POLLIN)
-        if self._events_fd is not None:
-            self._poller.register(self._events_fd, zmq.POLLIN)
-        self._worker_fds = set(core.executor.worker_fds)
-        for fd in self._worker_fds:
-            self._poller.register(fd, zmq.POLLIN)
-        self._is_stopped = False
-        self._trim_at_s: float | None = None
-        """When to return memory, by ``time.monotonic``; None once that is done."""
-
-    def run(self) -> None:
-        """Serve until the lifeline closes."""
-        try:
-            if self._feed is not None:
-                self._feed.flush()  # what the disk cache holds
-            while not self._is_stopped:
-                self._send_cache_events()
-                self._receive_messages()
-                if self._core.has_unfinished and not self._is_stopped:
-                    events = self._core.step()
-                    self._send_cache_events()  # first: the next turn may come as soon as an answer has ended
-                    self._send(Stepped(events))
-                    self._trim_at_s = time.monotonic() + TRIM_AFTER_S
-        finally:
-            self._pending_grammars.close()
-
-    def _receive_messages(self) -> None:
-        """Handle the messages that have arrived; wait for one if there is no work."""
-        self._heartbeat.end_turn()
-        ready = dict(self._poller.poll(self._poll_timeout_ms()))
-        self._heartbeat.begin_turn()
-        if not ready and not self._core.has_unfinished:
-            self._trim_at_s = None
-            self._core.executor.release_free_memory()
-        if self._lifeline in ready:
-            self._is_stopped = True
-        elif not self._worker_fds.isdisjoint(ready):
-            self._core.executor.check_workers()
-        if not self._exchange_fds.isdisjoint(ready):
-            self._core.exchange()
-        if self._events_fd in ready and self._feed is not None:
-            self._feed.flush()
-        if self._pending_grammars.fileno() in ready:
-            for submission, grammar in self._pending_grammars.take():
-                if isinstance(grammar, RequestError):
-                    self._send(Stepped(_failure(submission, grammar)))
-                else:
-                    self._add(submission, grammar)
-        while self._socket in ready and not self._is_stopped:
-            try:
-                self._handle(TO_CORE.decode(self._socket.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return
-
-    def _poll_timeout_ms(self) -> int | None:
-        """Return how long to wait for a message: not at all while there is work, a moment while sequences wait for
-        pictures, else until memory is returned.
-        """
-        if self._core.has_unfinished:
-            return STALLED_MS if self._core.is_stalled else 0
-        if self._trim_at_s is None:
-            return None
-        return max(int((self._trim_at_s - time.monotonic()) * 1000) + 1, 0)
-
-    def _handle(self, message: ToCore) -> None:
-        match message:
-            case Submit():
-                for submission in message.complete():
-                    if submission.new.params.structured_outputs is None:
-                        self._add(submission)
-                    else:
-                        self._pending_grammars.put(submission)
-            case SendPictures(pictures):
-                self._core.scheduler.pictures.receive(pictures)
-            case Finish(request_ids):
-                for request_id in request_ids:
-                    self._pending_grammars.discard(request_id)
-                    self._core.finish(request_id)
-            case AskStats():
-                self._core.exchange()  # an idle engine ends leases now
-                self._send(Stats(self._stats()))
-            case AskCache(number, salt):
-                self._send(CacheShown(number, self._core.watch.state(salt, self._stats())))
-            case AskWhy(number, question):
-                self._send(Explained(number, self._core.watch.answer(question)))
-            case LoadAdapter(number, name, path):
-                self._send(AdapterLoaded(number, self._load_adapter(name, path)))
-            case UnloadAdapter(digest):
-                self._core.adapters.unload(digest)
-            case Control(number, action):
-                self._send(Controlled(number, self._control(action)))
-            case Flush(number):
-                self._send(Flushed(number, self._core.flush(self._has_lost_lifeline)))
-
-    def _add(self, submission: Submission, grammar: object = None) -> None:
-        try:
-            self._core.add(submission, grammar)
-        except RequestError as error:
-            # Its adapter has been unloaded since it was checked, or could not be loaded again after a restart.
-            self._send(Stepped(_failure(submission, error)))
-
-    def _load_adapter(self, name: str, path: str) -> LoadedAdapter | str:
-        try:
-            return self._core.adapters.load(name, path)
-        except (ConfigError, RequestError) as error:
-            return str(error)
-
-    def _control(self, action: Action) -> bool | str:
-        try:
-            is_done = self._core.control.apply(action)
-        except ConfigError as error:
-            return str(error)
-        self._send_cache_events()
-        self._send(Stepped(self._core.take_late_events()))
-        return is_done
-
-    def _send_cache_events(self) -> None:
-        if self._feed is not None and (events := self._feed.take()):
-            self._send(CacheChanged(encode_batch(time.time(), events)))
-
-    def _has_lost_lifeline(self) -> bool:
-        return bool(select([self._lifeline], (), (), 0)[0])
-
-    def _stats(self) -> CoreStats:
-        stats = self._core.stats()
-        return replace(stats, num_waiting=stats.num_waiting + len(self._pending_grammars))
-
-    def _send(self, message: FromCore) -> None:
-        self._socket.send(ENCODER.encode(message))
-
-
-def _failure(submission: Submission, error: RequestError) -> StepEvents:
-    """Return the end of a sequence that cannot be run here, though it was checked."""
-    name = submission.new.request_id
-    LOGGER.warning("%s cannot be run: %s", name, error)
-    return StepEvents(tokens=[TokenEvent(name, NO_TOKEN, None, FinishReason.ERROR, None, None)])
 
 
 def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
@@ -254,7 +56,6 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
         return 2
     name_engine_in_log(start.config)
     try:
-        take_gpus(start.config)
         with interrupted_by(lifeline):
             core = load_core(start.config)
     except ConfigError as error:
@@ -264,6 +65,8 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     # Audits compute prompts again from their first token, after they have ended.
     limits = replace(core.limits, asks_for_pictures=not start.config.audit_rate)
     socket.send(ENCODER.encode(Ready(limits, core.describe(), core.event_endpoints)))
+    from strandline.engine.processes.core_loop import CoreLoop
+
     try:
         CoreLoop(core, socket, lifeline, heartbeat).run()
     except Exception as error:
@@ -273,6 +76,21 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     finally:
         core.close()
     return 0
+
+
+def load_core(config: EngineConfig) -> "EngineCore":
+    """Begin what workers a configuration has, import what loads a model, and load it.
+
+    Raises:
+        ConfigError: model, weights or memory do not allow it.
+    """
+    with begun_workers(config) as workers:
+        from strandline.device.hardware.visible_gpus import take_gpus
+        from strandline.engine import loading
+
+        if workers is None:  # they take theirs
+            take_gpus(config)
+        return loading.load_core(config, workers=workers)
 
 
 def _remove_socket_file(socket: Socket) -> None:

@@ -23,7 +23,9 @@ from typing import Any, BinaryIO, Final
 import strandline.errors
 from strandline.config import EngineConfig
 from strandline.device.executor import Executor, LaunchedStep
-from strandline.device.ranks.process_ranks import ProcessRanks, Rendezvous
+from strandline.device.hardware.visible_gpus import take_gpus
+from strandline.device.ranks.process_ranks import ProcessRanks
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.engine.loading import load_uni_executor, resolve_device
 from strandline.engine.processes.engine_log import name_engine_in_log
 from strandline.engine.workers.packed_plan import PackedPlan, PlanUnpacker
@@ -147,6 +149,7 @@ def serve(calls: BinaryIO, connection: socket.socket) -> int:
     Thread(target=leave_with, args=[connection, start.rendezvous, is_loaded], daemon=True).start()
     name_engine_in_log(start.config)
     try:
+        take_gpus(start.config)
         ranks = None if start.rendezvous is None else new_ranks(start.rendezvous, start.config)
         executor = load_uni_executor(
             start.config, ranks=ranks or ONE_RANK, weights=start.weights, progress=start.progress

@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Any, Final, NamedTuple
 
 from strandline.config import EngineConfig
-from strandline.device.ranks.process_ranks import Rendezvous
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.errors import EngineError
 from strandline.signals import signals_held
 

@@ -2,6 +2,8 @@
 
 If a rank ends, fails or hangs, the others wait for it in vain: all are killed, and the error names that rank and its
 last words.
+
+This module loads no tensor library, so that the processes can begin before this one loads one.
 """
 
 import pickle
@@ -11,18 +13,20 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from strandline.config import EngineConfig
-from strandline.device.executor import ExecutorFacts
-from strandline.device.ranks.process_ranks import Rendezvous
+from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.engine.workers.worker_link import Call, Start, WorkerEndedError, WorkerLink
 from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
+
+if TYPE_CHECKING:
+    from strandline.device.executor import ExecutorFacts
 
 GRACE_S: Final = 2.0
 """How long the others may fail before the rank that has ended is found out."""
@@ -75,7 +79,7 @@ class Workers:
                 future.set_exception(link.ended_error())
         self.results(futures)
 
-    def start(self, config: EngineConfig, weights: str, *, progress: bool) -> list[ExecutorFacts]:
+    def start(self, config: EngineConfig, weights: str, *, progress: bool) -> "list[ExecutorFacts]":
         """Have all load the model, and wait for that; return what each has. Raises what loading raises.
 
         Args:
@@ -91,7 +95,7 @@ class Workers:
         try:
             return self.results(self._send(number, [_pickled(start) for start in starts]), what="its start")
         except BaseException:
-            self._kill()
+            self.kill()
             raise
 
     def _rendezvous(self, rank: int) -> Rendezvous | None:
@@ -151,7 +155,7 @@ class Workers:
                 raise error
         cause = next(iter(errors.values()), None)
         self._failure = self._find_failure(futures, errors, f"{what} within {timeout_s:g} s" if timeout_s else what)
-        self._kill()
+        self.kill()
         raise EngineError(self._failure) from cause
 
     def _find_failure(self, futures: Sequence[Future[Any]], errors: dict[int, BaseException], unfinished: str) -> str:
@@ -196,7 +200,8 @@ class Workers:
         words = self._links[rank].last_words.decode(errors="replace").strip()
         return f"; its last words:\n{words}" if words else "; it has said nothing"
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kill all ranks; ``close`` waits for their end."""
         for link in self._links:
             link.process.kill()
         self._remove_directory()  # at once: this process may be killed next
@@ -212,6 +217,23 @@ class Workers:
         for link in self._links:
             link.close()
         self._remove_directory()
+
+
+@contextmanager
+def begun_workers(config: EngineConfig) -> Iterator[Workers | None]:
+    """Begin the processes that a configuration's steps run in, which then import what they need; end them if the body
+    fails. None: steps run in this process.
+    """
+    if not config.has_workers:
+        yield None
+        return
+    workers = Workers(config.tensor_parallel_size)
+    try:
+        yield workers
+    except BaseException:
+        workers.kill()
+        workers.close()
+        raise
 
 
 def _has_raised(future: Future[Any]) -> bool:
