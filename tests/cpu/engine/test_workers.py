@@ -1,5 +1,7 @@
 """The error of ranks that have failed names the one that all others follow from."""
 
+import errno
+import os
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -116,6 +118,21 @@ def test_workers_begin_before_anything_is_loaded(tmp_path: Path, monkeypatch: py
         LLM("demo", tokenizer=str(tmp_path), device="cpu", distributed_executor_backend=backend)
     assert len(begun) == (backend == "mp")
     assert not any(is_running(link.process.pid) for link in begun)
+
+
+def test_workers_end_when_another_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[WorkerLink]()
+
+    def begin() -> WorkerLink:
+        if begun:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        begun.append(WorkerLink())
+        return begun[0]
+
+    monkeypatch.setattr(workers, "WorkerLink", begin)
+    with pytest.raises(OSError, match="open files"):
+        Workers(2)
+    assert not is_running(begun[0].process.pid)
 
 
 BEGINS = """

@@ -53,11 +53,18 @@ class Workers:
 
     def __init__(self, num_ranks: int) -> None:
         self.directory: str | None = None
-        self._links = [WorkerLink() for _ in range(num_ranks)]
+        self._links = list[WorkerLink]()
         self._numbers = count()
         self._released: deque[int] = deque()
         """Calls whose results the ranks need not keep."""
         self._failure: str | None = None
+        try:
+            for _ in range(num_ranks):
+                self._links.append(WorkerLink())
+        except BaseException:
+            self.kill()
+            self.close()
+            raise
 
     @property
     def process_ids(self) -> list[int]:
