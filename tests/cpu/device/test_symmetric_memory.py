@@ -157,7 +157,8 @@ def test_addresses_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     tensors = [torch.zeros(2, 8, dtype=torch.int64) for _ in range(2)]
     distributed = SimpleNamespace(group=SimpleNamespace(WORLD=SimpleNamespace(group_name="all")))
     monkeypatch.setattr(symmetric_memory, "dist", distributed)
-    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda buffer, group: FakeHandle(tensors))
+    torch_memory = SimpleNamespace(rendezvous=lambda _, name: FakeHandle(tensors) if name == "all" else None)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", torch_memory)
     memory = TorchSymmetricMemory(torch.device("cpu"), 2)
     addresses, _ = memory.exchange(tensors[1])
     assert addresses == [tensor.data_ptr() for tensor in tensors]

@@ -62,6 +62,9 @@ class SymmetricMemory(Protocol):
 class TorchSymmetricMemory:
     """The symmetric memory of torch, on the GPUs of this machine.
 
+    Source of the two calls: ``torch.distributed._symmetric_memory`` of torch 2.11 to 2.13. That module itself is not
+    imported: it loads torch's compiler, which takes seconds in torch 2.11.
+
     Args:
         device: this rank's own; its index is the rank, as ``engine/loading.py`` chooses it.
         num_ranks: these have the GPUs from 0 on.
@@ -72,24 +75,24 @@ class TorchSymmetricMemory:
 
     def allocate(self, shape: tuple[int, ...]) -> Tensor:
         """Return a buffer; see ``SymmetricMemory``."""
-        from torch.distributed import _symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         if reason := why_unavailable("Triton", self.device.type):
             raise RuntimeError(reason)
         for peer in range(self._num_ranks):
             if peer != self.device.index and not torch.cuda.can_device_access_peer(self.device, peer):
                 raise RuntimeError(f"{self.device} cannot access the memory of cuda:{peer}")
-        buffer: Tensor = _symmetric_memory.empty(shape, dtype=torch.int64, device=self.device)
-        return buffer.zero_()
+        strides = torch.empty(shape, device="meta").stride()
+        return _SymmetricMemory.empty_strided_p2p(shape, strides, torch.int64, self.device).zero_()
 
     def exchange(self, buffer: Tensor) -> tuple[list[int], object]:
         """Return all ranks' buffers; see ``SymmetricMemory``."""
-        from torch.distributed import _symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("torch.distributed has no process group")
-        handle: Any = _symmetric_memory.rendezvous(buffer, group.group_name)
+        handle: Any = _SymmetricMemory.rendezvous(buffer, group.group_name)
         views = [handle.get_buffer(rank, buffer.shape, buffer.dtype) for rank in range(self._num_ranks)]
         if views[handle.rank].data_ptr() != buffer.data_ptr():
             raise RuntimeError("this rank's buffer lies at another address than torch says")
