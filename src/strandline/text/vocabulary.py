@@ -160,7 +160,9 @@ def _load_class(directory: Path) -> Callable[..., Any]:
             return found.from_pretrained
     model = directory / "config.json"
     model_type = (read_json_object(model) if model.is_file() else {}).get("model_type")
-    return partial(transformers.AutoTokenizer.from_pretrained, tokenizer_type=model_type)
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+    return partial(AutoTokenizer.from_pretrained, tokenizer_type=model_type)
 
 
 def find_eos_ids(directory: Path, text_config: Fields, tokenizer: Any | None, vocab_size: int) -> frozenset[int]:
