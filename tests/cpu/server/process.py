@@ -153,7 +153,7 @@ class ServerProcess:
         body = {"stream": True, **fields}
         with http_stream("POST", f"{self.url}/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
-            yield (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            yield (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
 
     def metrics(self) -> str:
         """Return all metrics, once each engine has answered: on a busy machine, samples of a late one are left out."""
