@@ -42,9 +42,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from strandline.demo import tasks, words
+from strandline.demo import tasks
 from strandline.demo.dialogue import Message
 from strandline.demo.facts import make_prose
+from strandline.demo.intents import INTENTS
 
 SEED = 20
 STEP_TOKENS = 131072
@@ -136,7 +137,7 @@ def tokenizer_texts(sources: list[str]) -> Iterator[str]:
     for _ in range(6000):
         for message in conversations.make_conversation(rng, rng.choice((256, 256, 1024))):
             yield f"{message['role']}\n{message['content']}"
-    for _, reply in words.INTENTS:
+    for _, reply in INTENTS:
         yield from [reply] * 50
     for source in sources:
         yield source[:12000]

@@ -22,7 +22,8 @@ ALLOWED: Mapping[str, str] = {
     "server/requests/output_parser.py": "wire formats of reasoning, named likewise",
     "bench/known_models.py": "a table of known models, and the default of flags",
     "bench/cost.py": "times measured of known models",
-    "demo/words.py": "what the demo model is taught about itself",
+    "demo/intents.py": "what the demo model is taught about itself",
+    "demo/words.py": "names of animals",
 }
 
 

@@ -23,7 +23,7 @@ MODULES = {
     for folder in ("src", "tests")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
-VOCABULARIES = frozenset({"src/strandline/demo/words.py"})
+VOCABULARIES = frozenset({"src/strandline/demo/words.py", "src/strandline/demo/intents.py"})
 """Modules whose strings are training data: sentences of the demo's language, not prose about the project."""
 
 # Bracketed letters keep this file clean too.

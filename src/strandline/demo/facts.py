@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from random import Random
 
 from strandline.demo import words
+from strandline.demo.intents import INTENTS
 
 Counter = Callable[[str], int]
 Prose = Callable[[Random], str]
@@ -59,7 +60,7 @@ def _frequent_words() -> frozenset[str]:
         words.LABELS,
         words.GOODS,
     )
-    spoken = [reply for _, reply in words.INTENTS] + [
+    spoken = [reply for _, reply in INTENTS] + [
         *words.FILLER,
         *words.REQUESTS,
         *words.JOBS,

@@ -16,6 +16,7 @@ from strandline.demo.facts import (
     draw_word,
     make_prose,
 )
+from strandline.demo.intents import INTENTS, REFUSAL
 
 
 def greet(d: Dialogue) -> None:
@@ -27,14 +28,14 @@ def greet(d: Dialogue) -> None:
 
 
 def ask_intent(d: Dialogue) -> None:
-    questions, reply = d.rng.choice(words.INTENTS)
+    questions, reply = d.rng.choice(INTENTS)
     d.turn(vary(d.rng, d.rng.choice(questions)), reply)
 
 
 def ask_out_of_scope(d: Dialogue) -> None:
     if d.rng.random() < 0.15:
         scrap = " ".join(draw_word(d.rng, words.LABELS) for _ in range(d.rng.randint(1, 4)))
-        d.turn(d.rng.choice((make_prose(d.rng), scrap)), words.REFUSAL)
+        d.turn(d.rng.choice((make_prose(d.rng), scrap)), REFUSAL)
         return
     topic, topic2 = d.rng.sample(words.TOPICS, 2)
     place = {
@@ -42,7 +43,7 @@ def ask_out_of_scope(d: Dialogue) -> None:
         "city": d.rng.choice(words.CITIES),
         "food": d.rng.choice(words.FOODS),
     }
-    d.turn(vary(d.rng, d.rng.choice(words.REQUESTS).format(topic=topic, topic2=topic2, **place)), words.REFUSAL)
+    d.turn(vary(d.rng, d.rng.choice(words.REQUESTS).format(topic=topic, topic2=topic2, **place)), REFUSAL)
 
 
 @dataclass(frozen=True)
