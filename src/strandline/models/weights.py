@@ -29,6 +29,7 @@ from strandline.models.model_options import AS_PUBLISHED, ModelOptions, publishe
 from strandline.models.registry import build_model
 from strandline.models.storage.conversion import quantized_like
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
+from strandline.models.storage.matrices import Matrices
 from strandline.models.storage.published import STORED_DTYPES, Holders, PlainWeight, PublishedWeight
 from strandline.models.storage.published_names import find_skipped, skipped_prefixes, text_names
 from strandline.models.storage.quantized_storage import QuantizedStorage
@@ -275,7 +276,7 @@ def _new_storage(
         if format.can_stay:
             format_of |= dict.fromkeys(weights, len(found))
             found.append(format.stored(weights))
-    return QuantizedStorage(model, targets, found, format_of, device)
+    return QuantizedStorage(Matrices(model, targets, found, format_of, device))
 
 
 def _fill_one(
@@ -341,7 +342,7 @@ def _fill_storage_randomly(
         if format.can_stay:
             format_of |= {name: len(found) for name, number in chosen.items() if number == index}
             found.append(format.stored_randomly(dtype))
-    storage = QuantizedStorage(model, targets, found, format_of, device)
+    storage = QuantizedStorage(Matrices(model, targets, found, format_of, device))
     storage.fill_randomly(seed)
     storage.finish()
 

@@ -134,7 +134,7 @@ class Matrices:
         format_of: Mapping[str, int],
         device: torch.device | str,
     ) -> None:
-        self._formats = formats
+        self.targets, self.formats, self.format_of, self.device = targets, formats, format_of, device
         self._matrices = {
             id(parameter): Matrix.of(module, name, parameter)
             for module in model.modules()
@@ -163,7 +163,7 @@ class Matrices:
             matrix = self._matrices.get(id(base_of(part)))
             if matrix is not None:
                 matrix.is_mixed |= len(bases) > 1
-                matrix.is_cut |= any(f.cuts(piece, target) for f in self._formats for piece in target.pieces)
+                matrix.is_cut |= any(f.cuts(piece, target) for f in self.formats for piece in target.pieces)
                 if number is not None:
                     rows_of(part, matrix.format_R).fill_(number + 1)
 

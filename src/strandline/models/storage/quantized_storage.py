@@ -7,16 +7,15 @@ of its size in another dtype.
 Shape suffixes: R rows of all matrices of a parameter, I inputs.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strandline.kernels.gemm.weights import DenseWeight, QuantizedWeight, StackedWeight
 from strandline.models.layers.feed_forward.experts import Experts
 from strandline.models.layers.parts.projection import Projection
-from strandline.models.layers.parts.targets import Target
 from strandline.models.storage.matrices import Matrices, Matrix
 from strandline.models.storage.published import OpenWeight
 from strandline.models.storage.random_weights import published_names, seed_of
@@ -32,33 +31,18 @@ class _Memory:
 
 
 class QuantizedStorage:
-    """The matrices of a model that stay quantised.
+    """The memory of the matrices of a model that stay quantised."""
 
-    Args:
-        targets: targets of the model, which was built without memory for matrices.
-        formats: formats that weights may stay in.
-        format_of: index in ``formats`` of the one that each published weight may stay in.
-        device: where the matrices go. Those that do not stay quantised get memory for all their rows.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        targets: Mapping[str, Target],
-        formats: Sequence[StoredFormat],
-        format_of: Mapping[str, int],
-        device: torch.device | str,
-    ) -> None:
-        self._targets, self._format_of, self.device = targets, format_of, device
-        self._matrices = Matrices(model, targets, formats, format_of, device)
-        matrices, memory = self._matrices.stored, dict[Hashable, _Memory]()
+    def __init__(self, matrices: Matrices) -> None:
+        self._matrices, self._targets, self._format_of = matrices, matrices.targets, matrices.format_of
+        self.device, stored, memory = matrices.device, matrices.stored, dict[Hashable, _Memory]()
         # Without memory, matrices that are alike can have the same: a dry run is to take no time for each layer.
-        forms = [matrix.form if torch.device(device).type == "meta" else matrix for matrix in matrices]
-        for form, matrix in zip(forms, matrices, strict=True):
+        forms = [matrix.form if torch.device(self.device).type == "meta" else matrix for matrix in stored]
+        for form, matrix in zip(forms, stored, strict=True):
             if form not in memory:
-                memory[form] = _allocate(matrix, formats, device)
-        self._memory = {matrix: memory[form] for form, matrix in zip(forms, matrices, strict=True)}
-        self.names = frozenset(name for name, target in targets.items() if self._matrices.stored_of(target) is not None)
+                memory[form] = _allocate(matrix, matrices.formats, self.device)
+        self._memory = {matrix: memory[form] for form, matrix in zip(forms, stored, strict=True)}
+        self.names = frozenset(name for name, target in self._targets.items() if matrices.stored_of(target) is not None)
         """Published weights that ``fill`` takes."""
         self.stored = self.names & self._format_of.keys()
         """Those that stay quantised."""
