@@ -67,5 +67,5 @@ def filters(filters: tuple[int, float, float], rows: int, vocab: int = VOCAB) ->
 
 def launches() -> Iterator[Launch]:
     for chunk, tiles in ((2048, 1280), (8192, 1280), (4096, 768), (4096, 1600)):
-        values = {"sampling.sampling_triton.CHUNK": chunk, "sampling.sampling_triton.BOUND_TILES": tiles}
-        yield Launch(f"chunk {chunk}, bound tiles {tiles}", values)
+        chunks = {f"sampling.{module}.CHUNK": chunk for module in ("sampling_triton", "filters_triton")}
+        yield Launch(f"chunk {chunk}, bound tiles {tiles}", {**chunks, "sampling.filters_triton.BOUND_TILES": tiles})

@@ -80,7 +80,7 @@ def token_of_keys(keys_NS: Tensor) -> Tensor:
     return (LAST_TOKEN - (key_N & LAST_TOKEN)).masked_fill_(~top_N.isfinite(), NO_TOKEN)
 
 
-@operation(triton("sampling.sampling_triton"))
+@operation(triton("sampling.filters_triton"))
 def top_candidates(logits_NP: Tensor, top_k_N: Tensor, first: int, num: int) -> Tensor:
     """Return each row's ``top_k`` likeliest possible tokens with their logits, by token; see ``unpack_candidates``.
 
@@ -140,7 +140,7 @@ def apply_temperature(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     return logits_NV / temperature_N.unsqueeze(-1)
 
 
-@operation(triton("sampling.sampling_triton"))
+@operation(triton("sampling.filters_triton"))
 def mask_top_k_top_p_min_p(logits_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
     """Return logits with the tokens that a row's filters leave out at minus infinity.
 

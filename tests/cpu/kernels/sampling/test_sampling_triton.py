@@ -13,7 +13,7 @@ from tests.poison import poisoned_memory
 
 pytest.importorskip("triton")
 
-from strandline.kernels.sampling import sampling_triton
+from strandline.kernels.sampling import filters_triton, sampling_triton
 
 # NumPy, under the interpreter, warns of what the kernels mean to do: log(0), and arithmetic with infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -47,7 +47,7 @@ def check_filters(logits_NV: Tensor, rows: list[dict[str, float]]) -> None:
     """Compare with the torch version in float32; both sum rounded shares, so that a border may fall on either side."""
     parameters = filters(rows, str(logits_NV.device))
     with poisoned_memory():
-        masked_NV = sampling_triton.mask_top_k_top_p_min_p(logits_NV, *parameters)
+        masked_NV = filters_triton.mask_top_k_top_p_min_p(logits_NV, *parameters)
     expected_NV = sampling.mask_top_k_top_p_min_p.reference(logits_NV.cpu(), *(x.cpu() for x in parameters))
     masked_NV = masked_NV.cpu()
     is_kept_NV, is_expected_NV = masked_NV.isfinite(), expected_NV.isfinite()
@@ -96,7 +96,7 @@ def check_rows_without_a_maximum(vocab: int, device: str) -> None:
         assert [token == NO_TOKEN for token in greedy(logits_NV).tolist()] == is_bad
         assert [token == NO_TOKEN for token in sample(logits_NV, uniform_N).tolist()] == is_bad
     top_k, top_p, min_p = filters([{"top_k": 5, "top_p": 0.9, "min_p": 0.1}] * 6, device)
-    for mask in (sampling_triton.mask_top_k_top_p_min_p, sampling.mask_top_k_top_p_min_p.reference):
+    for mask in (filters_triton.mask_top_k_top_p_min_p, sampling.mask_top_k_top_p_min_p.reference):
         tokens = sampling.sample.reference(mask(logits_NV, top_k, top_p, min_p), uniform_N).tolist()
         assert all(NO_TOKEN <= token < vocab for token in tokens)
         assert [tokens[row] == NO_TOKEN for row in (0, 5)] == [False, False]
@@ -114,7 +114,7 @@ def check_parts(logits_NV: Tensor, num_ranks: int, num_sent: int) -> None:
         token_N = sampling_triton.token_of_keys(keys_NS)
         sums_N2S = torch.cat([sampling_triton.chunk_sums(part) for part in parts], dim=2)
         drawn = [sampling_triton.draw(part, sums_N2S, uniform_N, rank) for rank, part in enumerate(parts)]
-        shown = [sampling_triton.top_candidates(x, top_k_N, y, num_sent) for x, y in zip(parts, firsts, strict=True)]
+        shown = [filters_triton.top_candidates(x, top_k_N, y, num_sent) for x, y in zip(parts, firsts, strict=True)]
     assert torch.equal(token_N, sampling_triton.greedy(logits_NV))
     assert torch.equal(sum(drawn, torch.zeros_like(token_N)), sampling_triton.sample(logits_NV, uniform_N))
     for part, first, found in zip(parts, firsts, shown, strict=True):
@@ -125,8 +125,9 @@ def check_parts(logits_NV: Tensor, num_ranks: int, num_sent: int) -> None:
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small rows have several chunks, and more tokens than candidates."""
+    monkeypatch.setattr(sampling_triton, "CHUNK", 256)
     for name, value in {"CHUNK": 256, "TILE": 16, "BOUND_TILES": 40, "MAX_CANDIDATES": 128}.items():
-        monkeypatch.setattr(sampling_triton, name, value)
+        monkeypatch.setattr(filters_triton, name, value)
 
 
 @pytest.mark.parametrize("vocab", [7, 300, 1000])
@@ -149,7 +150,7 @@ def test_banned_tokens_stay_banned() -> None:
 
 def test_ties_go_to_first_token_without_widening_set() -> None:
     rows: list[dict[str, float]] = [{"top_k": 7}, {"top_p": 0.2505}, {"top_k": 300, "top_p": 0.5}]
-    masked_NV = sampling_triton.mask_top_k_top_p_min_p(torch.zeros(3, 400), *filters(rows, "cpu"))
+    masked_NV = filters_triton.mask_top_k_top_p_min_p(torch.zeros(3, 400), *filters(rows, "cpu"))
     for masked_V, count in zip(masked_NV, (7, 101, 150), strict=True):
         assert masked_V.isfinite().nonzero().squeeze(-1).tolist() == list(range(count))
 

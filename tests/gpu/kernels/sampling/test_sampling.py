@@ -5,7 +5,7 @@ from math import ceil
 import pytest
 import torch
 
-from strandline.kernels.sampling import sampling_triton
+from strandline.kernels.sampling import filters_triton, sampling_triton
 from tests.cpu.kernels.sampling.test_sampling_triton import (
     ROWS,
     check_draws,
@@ -27,7 +27,7 @@ def test_filters_keep_what_the_torch_version_keeps(vocab: int, scale: float) -> 
 
 def test_ties_keep_the_first_tokens_up_to_top_p() -> None:
     parameters = filters([{"top_p": 0.3}, {"top_k": 1000}, {}], "cuda")
-    is_kept_NV = sampling_triton.mask_top_k_top_p_min_p(torch.zeros(3, VOCAB, device="cuda"), *parameters).isfinite()
+    is_kept_NV = filters_triton.mask_top_k_top_p_min_p(torch.zeros(3, VOCAB, device="cuda"), *parameters).isfinite()
     expected_N = torch.tensor([ceil(float(parameters[1][0]) * VOCAB), 1000, VOCAB], device="cuda")
     assert torch.equal(is_kept_NV, torch.arange(VOCAB, device="cuda") < expected_N.unsqueeze(-1))
 
@@ -68,7 +68,7 @@ def test_sampling_runs_in_a_graph() -> None:
     )
 
     def choose() -> torch.Tensor:
-        return sampling_triton.sample(sampling_triton.mask_top_k_top_p_min_p(logits_NV, *parameters), uniform_N)
+        return sampling_triton.sample(filters_triton.mask_top_k_top_p_min_p(logits_NV, *parameters), uniform_N)
 
     expected_N = choose()
     graph = torch.cuda.CUDAGraph()
