@@ -1,5 +1,6 @@
 """OpenAI's own client: every answer equals the offline engine's, streamed or not."""
 
+import json
 from typing import Any
 
 import openai
@@ -100,6 +101,38 @@ def test_log_probabilities_are_the_offline_ones(client: openai.OpenAI, offline_l
     streamed = client.completions.create(model="tiny", stream=True, **wishes)
     pieces = [chunk.choices[0].logprobs for chunk in streamed]
     assert [token for piece in pieces if piece for token in piece.tokens or []] == found.tokens
+
+
+OFFSETS: dict[str, dict[str, Any]] = {
+    "random bytes": {"max_tokens": 24},
+    "characters of several tokens": {"structured_outputs": {"choice": ["a\u00e9b\u20acc\U0001f600d"]}},
+    "text held for a stop string": {
+        "structured_outputs": {"choice": ["to and to and fro"]},
+        "stop": ["to and to and to"],
+    },
+    "a stop string": {"structured_outputs": {"choice": ["to and fro"]}, "stop": ["nd f"]},
+}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("fields", OFFSETS.values(), ids=OFFSETS)
+def test_text_offsets_are_positions_in_the_text(server: ServerProcess, fields: dict[str, Any], echo: bool) -> None:
+    prompt = "na\u00efve"
+    body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "logprobs": 0, "stop_token_ids": [0], **fields}
+    body["echo"] = echo
+    [whole] = server.post("/v1/completions", **body).json()["choices"]
+    offsets = whole["logprobs"]["text_offset"]
+    with server.stream(**body) as events:
+        parts = [json.loads(event)["choices"][0]["logprobs"] for event in events if event != "[DONE]"]
+    assert [offset for part in parts if part for offset in part["text_offset"]] == offsets
+    assert offsets == sorted(offsets)
+    tokens, text = whole["logprobs"]["tokens"], whole["text"]
+    assert offsets[len(prompt.encode()) * echo] == len(prompt) * echo
+    assert all(
+        token in text[offset:end] or offset >= len(text)
+        for token, offset, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True)
+        if token.isascii()
+    )
 
 
 def test_echo_gives_the_prompt_back_and_its_log_probabilities(client: openai.OpenAI, offline_llm: LLM) -> None:

@@ -1,7 +1,8 @@
 """``/v1/completions``."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from strandline.server.requests.service import Salt, Service, truncated_ids
 from strandline.server.requests.usage_and_logprobs import (
     Entry,
     Json,
+    ScoredToken,
     completion_logprobs,
     handed_over,
     id_name,
@@ -32,7 +34,6 @@ from strandline.server.requests.usage_and_logprobs import (
     usage_so_far,
 )
 from strandline.text.frontend import CheckedParams
-from strandline.text.output_streams import RequestStream
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class _Shown:
     """The part of one output that has been sent to the client."""
 
     is_empty: bool = True
-    num_characters: int = 0
+    end: int = 0
+    """The end of the characters, in the output's text, of the tokens whose log-probabilities were sent."""
     token_ids: list[int] = field(default_factory=list)
     """Token ids that have not been sent yet."""
 
@@ -99,16 +101,15 @@ class Completion:
         state.token_ids += output.token_ids
         if not output.is_visible:
             return []
-        part = self._part(prompt_index, output, self._body.echo and state.is_empty, state.num_characters)
+        part = self._part(prompt_index, output, state)
         if self._body.return_token_ids:
             part["prompt_token_ids"] = list(self.job.streams[prompt_index].prompt_ids) if state.is_empty else None
             part["token_ids"] = state.token_ids
         state.is_empty, state.token_ids = False, []
-        state.num_characters += len(output.text)
         return [part]
 
     def _choice(self, prompt_index: int, output: OutputDelta) -> Json:
-        choice = self._part(prompt_index, output, self._body.echo, 0)
+        choice = self._part(prompt_index, output, _Shown())
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.job.streams[prompt_index], self._num_prompt_top)
         if self._body.return_token_ids:
@@ -119,34 +120,35 @@ class Completion:
             choice["routed_experts"] = routed_experts(shape, self.job.streams[prompt_index], output.index, first)
         return choice
 
-    def _part(self, prompt_index: int, output: OutputDelta, echo: bool, offset: int) -> Json:
+    def _part(self, prompt_index: int, output: OutputDelta, shown: _Shown) -> Json:
         """Return one choice, or a part of it.
 
         Args:
-            echo: begin with the prompt.
-            offset: characters of the output before this part.
+            shown: the parts before it; ``end`` is advanced.
         """
-        stream = self.job.streams[prompt_index]
-        prompt = stream.prompt or "" if self._body.echo else ""
+        prompt = self.job.streams[prompt_index].prompt or "" if self._body.echo else ""
         logprobs = None
-        if self._body.logprobs is not None:
-            pairs = [(_text(entry), entry) for entry in output.logprobs or []]
-            before = self._prompt_pairs(stream, self._body.logprobs) if echo else []
+        if (num_top := self._body.logprobs) is not None:
             name = id_name if self._body.return_tokens_as_token_ids else text_name
-            start = 0 if echo else len(prompt) + offset
-            logprobs = completion_logprobs([*before, *pairs], start, name=name)
+            before = self._prompt_tokens(prompt_index, prompt, num_top) if self._body.echo and shown.is_empty else []
+            logprobs = completion_logprobs([*before, *_output_tokens(output, len(prompt), shown)], name=name)
         return {
             "index": prompt_index * self._num_outputs + output.index,
-            "text": prompt + output.text if echo else output.text,
+            "text": prompt + output.text if shown.is_empty else output.text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
 
-    def _prompt_pairs(self, stream: RequestStream, num_top: int) -> list[tuple[str, Entry | None]]:
-        entries = stream.prompt_logprobs or []
-        first = self._service.tokenizer.decode([stream.prompt_ids[0]]) if entries else ""
-        return [(_text(entry), most_likely(entry, num_top)) if entry else (first, None) for entry in entries]
+    def _prompt_tokens(self, prompt_index: int, prompt: str, num_top: int) -> list[ScoredToken]:
+        stream = self.job.streams[prompt_index]
+        tokens, offset, decoder = list[ScoredToken](), 0, getincrementaldecoder("utf-8")("replace")
+        for token, entry in zip(stream.prompt_ids, stream.prompt_logprobs or (), strict=False):
+            text = _text(entry) if entry else self._service.tokenizer.decode([token])
+            tokens.append(ScoredToken(text, min(offset, len(prompt)), entry and most_likely(entry, num_top)))
+            known = stream.token_bytes[token] if stream.token_bytes is not None else None
+            offset += len(decoder.decode(text.encode() if known is None else known))
+        return tokens
 
     def _chunk(self, part: Json, prompt_index: int, delta: RequestDelta, output: OutputDelta) -> Json:
         chunk: Json = {**self._head, "choices": [part]}
@@ -167,6 +169,17 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     is_only_echoed = body.max_tokens is not None and body.max_tokens < 1
     echoed = 0 if is_only_echoed and body.logprobs is None else body.logprobs
     return max((count for count in (wanted, echoed) if count is not None), default=None)
+
+
+def _output_tokens(output: OutputDelta, start: int, shown: _Shown) -> Iterator[ScoredToken]:
+    """Yield an output's new tokens with log-probabilities; advance ``shown.end``.
+
+    Args:
+        start: characters before the output's text.
+    """
+    for entry, span in zip(output.logprobs or (), output.token_spans, strict=True):
+        first, shown.end = span or (shown.end, shown.end)
+        yield ScoredToken(_text(entry), start + first, entry)
 
 
 def _text(entry: Entry) -> str:

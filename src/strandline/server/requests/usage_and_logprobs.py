@@ -1,7 +1,7 @@
 """Usage and log-probabilities in the shapes of OpenAI's API."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from strandline.records.events import SpeculationStats
 from strandline.records.outputs import Logprob, OutputDelta, RequestDelta
@@ -15,6 +15,16 @@ Json = dict[str, Any]
 Entry = dict[int, Logprob]
 TokenName = Callable[[int, Logprob], str]
 """Returns how a token is shown."""
+
+
+class ScoredToken(NamedTuple):
+    """A token of a prompt or an output."""
+
+    text: str
+    offset: int
+    """Characters before it in the choice's text, in which parts of a character count once."""
+    entry: Entry | None
+    """Its log-probability first, then the most likely ones; None for a prompt's first token."""
 
 
 def text_name(token: int, entry: Logprob) -> str:
@@ -104,23 +114,20 @@ def most_likely(entry: Entry, num_top: int) -> Entry:
     return {token: found for token, found in entry.items() if token == itself or found.rank <= num_top}
 
 
-def completion_logprobs(entries: Iterable[tuple[str, Entry | None]], offset: int, *, name: TokenName) -> Json:
+def completion_logprobs(tokens: Iterable[ScoredToken], *, name: TokenName) -> Json:
     """Return log-probabilities in the shape of completions. As in OpenAI's API, the sampled token is included.
 
     Args:
-        entries: each token's text and log-probabilities, the sampled one first; None for a prompt's first token.
-        offset: characters before the first token's text.
         name: how tokens are named.
     """
     body: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    for text, entry in entries:
+    for text, offset, entry in tokens:
         found = entry or {}
         chosen = next(iter(found.items()), None)
         body["tokens"].append(text if chosen is None else name(*chosen))
         body["token_logprobs"].append(_finite(chosen[1].logprob) if chosen else None)
         body["top_logprobs"].append(_by_name(found, name) or None)
         body["text_offset"].append(offset)
-        offset += len(text)
     return body
 
 
