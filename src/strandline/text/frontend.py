@@ -314,7 +314,7 @@ class Frontend:
         names = self.close(request_id)
         for output in unfinished:
             output.abort()
-        stream.note_token(self._clock)
+        stream.times.finished_s = self._clock()
         return names
 
     def _remember(self, output: OutputStream) -> None:

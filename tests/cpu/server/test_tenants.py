@@ -10,16 +10,21 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from strandline.errors import ConfigError
-from strandline.records.events import Limits
+from strandline.ids import RequestId
+from strandline.records.account import Account
+from strandline.records.events import Limits, StepEvents, TokenEvent
+from strandline.records.messages import Stepped
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.config import ServerConfig
 from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.request_observers import finish_reasons
 from strandline.server.engines.tenants import CURRENT_TENANT, KEYLESS, KeyLimits, RateLimitError, Tenant
 from strandline.server.http.gate import OWNER
 from strandline.server.http.quotas import Quotas
 from strandline.text.frontend import Frontend
+from strandline.text.output_streams import RequestStream
 from tests.cpu.server.core_loop import new_heartbeat
 from tests.cpu.server.process import ServerProcess, http_post, running_server
 from tests.cpu.server.test_queue import SilentCore
@@ -219,3 +224,49 @@ def test_key_leaves_room_in_the_queue_for_others() -> None:
     CURRENT_TENANT.set(Tenant("b", has_peers=True))
     client.submit("third", [Prompt([1])], params)
     CURRENT_TENANT.set(KEYLESS)
+
+
+class Ends:
+    """Records how requests end."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[str], int, float | None]] = []
+
+    def begin(self, stream: RequestStream) -> None:
+        """Record nothing yet."""
+
+    def end(self, stream: RequestStream, engine: int, now_s: float) -> None:
+        self.seen.append((finish_reasons(stream), stream.num_output_tokens, stream.times.first_token_s))
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_aborted_requests_are_observed_and_settled_once(by_id: bool) -> None:
+    frontend, ends, tenant = (
+        Frontend(Limits(10, 100)),
+        Ends(),
+        Tenant("a", KeyLimits(max_tokens_per_minute=20), clock=Clock()),
+    )
+    core: Any = SilentCore()
+    link = EngineLink(core, frontend.limits, new_heartbeat())
+    client = EngineClient([link], frontend, Metrics("t"), max_unfinished=5, observers=[ends])
+    hit = Account(8, 6, 6, None, ())
+
+    async def abort_two() -> None:
+        CURRENT_TENANT.set(tenant)
+        receiving = asyncio.ensure_future(client.receive(link))
+        job = client.submit("job", [Prompt([1] * 8), Prompt([2] * 8)], frontend.check_params(SamplingParams()))
+        token = TokenEvent(RequestId("job-0"), 3, None, None, None, hit)
+        core.say(Stepped(StepEvents([token, token._replace(account=None)])))
+        await anext(job.bursts())
+        if by_id:
+            assert client.abort(["job"]) == 2
+        client.close(job)
+        receiving.cancel()
+
+    asyncio.run(abort_two())
+    [(reasons, num_tokens, first_token_s), never_begun] = ends.seen
+    assert (reasons, num_tokens, never_begun) == (["abort"], 2, (["abort"], 0, None))
+    assert first_token_s is not None
+    tenant.take_prompt(20 - 8 - 8 + 6 - 2)
+    with pytest.raises(RateLimitError):
+        tenant.take_prompt(1)

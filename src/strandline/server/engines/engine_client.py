@@ -287,9 +287,7 @@ class EngineClient:
             request = self._requests.pop(stream.request_id, None)
             if request is not None and not stream.is_finished:
                 unfinished.setdefault(request.engine.number, []).extend(self.frontend.close(stream.request_id))
-                self.metrics.forget(stream.request_id, request.engine.number)
-                self._observe_end(stream, request, SYSTEM_CLOCK())
-                self._release(stream.request_id)
+                self._observe_abort(stream, request)
         for number, names in unfinished.items():
             self._finish(self.engines[number], names)
 
@@ -310,9 +308,9 @@ class EngineClient:
             if name in self.frontend.requests and (names is None or name.rpartition("-")[0] in names)
         ]
         for name, request in found:
+            stream = self.frontend.requests[name]
             self._finish(request.engine, self.frontend.abort(name))
-            self.metrics.forget(name, request.engine.number)
-            self._release(name)
+            self._observe_abort(stream, request)
             request.job.note(name)
         return len(found)
 
@@ -474,6 +472,11 @@ class EngineClient:
                 self._observe_end(stream, self._requests[request_id], now)
                 self._release(request_id)
             self._requests[request_id].job.note(request_id)
+
+    def _observe_abort(self, stream: RequestStream, request: _Request) -> None:
+        self.metrics.forget(stream.request_id, request.engine.number)
+        self._observe_end(stream, request, SYSTEM_CLOCK())
+        self._release(stream.request_id)
 
     def _observe_end(self, stream: RequestStream, request: _Request, now_s: float) -> None:
         num_hit = 0 if stream.account is None else stream.account.hit
