@@ -1,14 +1,19 @@
 """The Responses API by OpenAI's own client: items, streams, tools, structured outputs, refusals."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from strandline import LLM, SamplingParams
+from strandline.records.events import StepEvents, TokenEvent
+from strandline.records.messages import Stepped
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess
+from tests.cpu.server.test_queue import held_server
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -246,3 +251,27 @@ def test_input_tokens_are_those_of_the_response(chatty: openai.OpenAI) -> None:
 def test_operation_that_is_not_served_has_no_path(chatty: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="/v1/responses/compact: conversations are not compacted"):
         chatty.responses.compact(model="tiny", input="hi")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_aborted_response_is_incomplete(is_streamed: bool) -> None:
+    async def ask() -> httpx.Response:
+        async with held_server() as server:
+            server.may_go.set()
+            asked = asyncio.ensure_future(server.post("/v1/responses", {"input": "x", "stream": is_streamed}))
+            [submission] = (await server.core.submitted.get()).submissions
+            event = TokenEvent(submission.new.request_id, 5, None, None, None, None)
+            server.core.say(Stepped(StepEvents([event])))
+            while not any(stream.num_output_tokens for stream in server.client.frontend.requests.values()):
+                await asyncio.sleep(0)
+            assert server.client.abort() == 1
+            return await asked
+
+    answer = asyncio.run(ask())
+    last = answer.text.rpartition("data: ")[2] if is_streamed else answer.text
+    event: dict[str, Any] = json.loads(last)
+    assert event.get("type", "response.incomplete") == "response.incomplete"
+    response = event.get("response", event)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+    assert [item["status"] for item in response["output"]] == ["incomplete"]
+    assert response["completed_at"] is None

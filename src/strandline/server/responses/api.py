@@ -68,6 +68,8 @@ LOGPROBS: Final = "message.output_text.logprobs"
 """Value of ``include`` that requests log-probabilities."""
 SEALED: Final = "reasoning.encrypted_content"
 """Value of ``include`` that requests reasoning in a form that clients send back."""
+INCOMPLETE: Final = {"length": "max_output_tokens", "abort": "abort"}
+"""Finish reasons of outputs that are not complete, and what the response says about them."""
 REPEATED: Final = ("instructions", "metadata", "text", "tool_choice", "tools")
 """Fields that the response repeats."""
 LABELS: Final = ("prompt_cache_key", "safety_identifier", "user")
@@ -306,9 +308,13 @@ class ModelResponse:
                 events.append({"type": f"response.{self._status(output)}", "response": self._finish(output)})
             yield events
 
+    def _incomplete_reason(self, last: OutputDelta) -> str | None:
+        """Return why the response is incomplete; None: it is complete."""
+        is_computed = last.finish_reason == "length" and self._body.cache_options.prewarm
+        return None if is_computed else INCOMPLETE.get(last.finish_reason or "")
+
     def _status(self, last: OutputDelta) -> str:
-        is_whole = last.finish_reason != "length" or self._body.cache_options.prewarm
-        return "completed" if is_whole else "incomplete"
+        return "completed" if self._incomplete_reason(last) is None else "incomplete"
 
     def _end_items(self, last: OutputDelta) -> list[Json]:
         """Close the last item and return its events; a prompt that is computed in advance has no item."""
@@ -316,13 +322,12 @@ class ModelResponse:
 
     def _finish(self, last: OutputDelta) -> Json:
         """Store the response, as the request asks, and return it."""
-        status = self._status(last)
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        status, reason = self._status(last), self._incomplete_reason(last)
         response = {
             **self._head,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": details,
+            "incomplete_details": None if reason is None else {"reason": reason},
             "output": self._items.items,
             "usage": self._usage(),
         }
