@@ -30,6 +30,8 @@ WAIT_S: Final = 30
 MAX_RETRIES: Final = 2
 RETRY_S: Final = 10
 """No request is sent again after so long."""
+MAX_CAUSE_CHARACTERS: Final = 500
+"""A message may quote an answer that is no server's of objects."""
 ERROR_BODY: Final = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?(?:<Message>(.*?)</Message>.*|$)", re.DOTALL)
 
 Result_t = TypeVar("Result_t")
@@ -107,13 +109,17 @@ class Bucket:
         """
         try:
             found = await self._obstore.get_async(self._store, name, options={"range": (start, end)})
-            return memoryview(await found.bytes_async()), found.meta["size"]
+            data, num_bytes = memoryview(await found.bytes_async()), found.meta["size"]
         except FileNotFoundError:
             raise FileNotFoundError(f"{name} is gone") from None
         except self._error as error:
             if OUT_OF_RANGE in str(error):
                 return b"", 0
             raise OSError(_cause(error)) from error
+        # The client does not compare what it gets with the range of the object that the answer names.
+        if len(data) < (wanted := min(end, num_bytes) - start):
+            raise OSError(f"the server sent {len(data):,} of {wanted:,} bytes of {name}")
+        return data, num_bytes
 
     def write(self, name: str, data: bytes | bytearray) -> None:
         """Write an object: all of it or nothing.
@@ -188,4 +194,4 @@ def _cause(error: Exception) -> str:
     text, _, details = str(error).partition("\n\nDebug source")
     if text.endswith("builder error"):  # which does not say that the machine has no certificates
         text = ": ".join([text, *re.findall(r'"(No .*?)"', details)])
-    return " ".join(ERROR_BODY.sub(r"\1: \2", text).split())
+    return " ".join(ERROR_BODY.sub(r"\1: \2", text).split())[:MAX_CAUSE_CHARACTERS]

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Iterator
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,9 +14,11 @@ from strandline.records.account import SnapshotKind
 from strandline.records.actions import StoredBlocks, StoredPath
 from strandline.records.tokens import encode
 from strandline.transfer.bucket import Bucket
-from strandline.transfer.disk_files import encode_header, new_header
+from strandline.transfer.disk_files import Header, encode_header, new_header
 from strandline.transfer.object_files import LAYOUT, MAX_READS, ObjectFiles
 from strandline.transfer.stored_files import FilePart, LostItemsError, StoredFile
+
+obstore = pytest.importorskip("obstore")
 
 BLOCK_BYTES, SLOT_BYTES = 512, 3000
 DATA = encode(range(200))
@@ -112,6 +116,30 @@ def test_damaged_and_missing_files_are_lost(files: ObjectFiles, store_url: str) 
     with pytest.raises(LostItemsError, match="have other sizes"):
         read(files, snapshot, SLOT_BYTES + 1)
     bucket.close()
+
+
+def test_answers_that_end_early_are_no_damage(files: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, snapshot = write(files)
+    get_async = obstore.get_async
+
+    async def get_half(store: Any, path: str, **options: Any) -> Any:
+        found = await get_async(store, path, **options)
+        data = memoryview(await found.bytes_async())
+
+        async def half() -> memoryview:
+            return data[: len(data) // 2]
+
+        return SimpleNamespace(meta=found.meta, bytes_async=half)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "get_async", get_half)
+        [header] = files.headers([blocks.name])
+        assert isinstance(header, OSError)
+        with pytest.raises(OSError, match=r"the server sent 3,804 of 7,608 bytes"):
+            read(files, snapshot, SLOT_BYTES, BLOCK_BYTES)
+    assert read(files, snapshot, SLOT_BYTES, BLOCK_BYTES) == content(SLOT_BYTES, 0) + content(BLOCK_BYTES, 1)
+    [header] = files.headers([blocks.name])
+    assert isinstance(header, Header)
 
 
 def test_a_deadline_ends_a_load(files: ObjectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
