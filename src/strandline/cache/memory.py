@@ -369,9 +369,9 @@ class CacheMemory:
         above = snapshot_above(snapshot)
         if above is not None:
             self.offer(above)
-        below = snapshot.home.snapshot_after(snapshot)
+        below = snapshot.home.key_after(snapshot.key)
         if below is not None:
-            self.offer(below)
+            self.offer(snapshot.home.snapshots[below])
 
     # Evicting
 

@@ -123,11 +123,10 @@ class Snapshot:
         The tokens after it in its block do not count when they serve no request and no other snapshot, as after the
         eviction of an answer's snapshot: that block is cached for this snapshot alone.
         """
-        run, key = self.home, self.key
-        if key <= (own_end := (run.end_block, b"")):
-            is_last = bisect_right(run.keys, key) == bisect_right(run.keys, own_end)
-            return min(len(run.child_keys), 2) if is_last else 1
-        longer = [child for child in children_with_prefix(run, key[1]) if len(child.tokens) > len(key[1])]
+        run, (num_blocks, tail) = self.home, self.key
+        if not tail or num_blocks < run.end_block:
+            return 1 if run.key_after(self.key) is not None else min(len(run.child_keys), 2)
+        longer = [child for child in children_with_prefix(run, tail) if len(child.tokens) > len(tail)]
         return 0 if len(longer) == 1 and _is_kept_for(longer[0], self) else len(longer)
 
     def replace(self, evicted: "Snapshot") -> None:
@@ -260,12 +259,11 @@ class Run:
         """How many of its snapshots, in the order of their keys, are no further than the end of its last block."""
         return bisect_right(self.keys, (self.end_block, b""))
 
-    def snapshot_after(self, snapshot: Snapshot) -> Snapshot | None:
-        """Return the next of its snapshots that is no further than the end of its last block, or None."""
-        keys = self.keys
-        index = bisect_right(keys, snapshot.key)
-        is_own = index < len(keys) and keys[index] <= (self.end_block, b"")
-        return self.snapshots[keys[index]] if is_own else None
+    def key_after(self, key: SnapshotKey) -> SnapshotKey | None:
+        """Return the key of its next snapshot if that is no further than the end of its last block, else None."""
+        index = bisect_right(self.keys, key)
+        after = self.keys[index] if index < len(self.keys) else None
+        return after if after is not None and after <= (self.end_block, b"") else None
 
     def deepest_key_on(self, num_blocks: int, tokens: bytes) -> SnapshotKey | None:
         """Return the key of its deepest snapshot on a path through it, or None.
@@ -310,13 +308,14 @@ Home = tuple[Run, SnapshotKey]
 
 def snapshot_above(snapshot: Snapshot) -> Snapshot | None:
     """Return the deepest snapshot above ``snapshot`` on its path, or None."""
-    num_blocks, tail = snapshot.key
-    if tail:
-        return deepest_snapshot_on(snapshot.home, num_blocks, tail[:-TOKEN_BYTES])
-    run = snapshot.home
-    if index := bisect_left(run.keys, snapshot.key):
-        return run.snapshots[run.keys[index - 1]]
-    return None if run.parent is None else deepest_snapshot_on(run.parent, run.start_block, run.first_key)
+    run, key = snapshot.home, snapshot.key
+    index = bisect_left(run.keys, key)
+    if not index:
+        return None if run.parent is None else deepest_snapshot_on(run.parent, run.start_block, run.first_key)
+    before = run.keys[index - 1]
+    if before[0] < key[0] or key[1].startswith(before[1]):
+        return run.snapshots[before]
+    return deepest_snapshot_on(run, key[0], key[1][:-TOKEN_BYTES])
 
 
 def deepest_snapshot_on(run: Run, num_blocks: int, tokens: bytes) -> Snapshot | None:

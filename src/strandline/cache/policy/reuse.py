@@ -165,10 +165,20 @@ class ReuseHistory:
 
     def rate(self, past_bin: int, age: int) -> float:
         """Return the reuse rate of a path of an inter-arrival bin that has been away for ``age``."""
+        return self._rates_by_age(past_bin)[age_bin(age)]
+
+    def _rate_or_prior(self, past_bin: int, age: int) -> float:
+        """Return that reuse rate, or the prior one if that is higher."""
+        index = age_bin(age)
+        rate, prior = self._rates_by_age(past_bin)[index], PRIOR_RATES[index]
+        return rate if rate > prior else prior
+
+    def _rates_by_age(self, past_bin: int) -> list[float]:
+        """Return the reuse rates of an inter-arrival bin, by bin of the time away."""
         rates = self._rates.get(past_bin)
         if rates is None:
             rates = self._rates[past_bin] = self._estimate(past_bin).rates()
-        return rates[age_bin(age)]
+        return rates
 
     def _estimate(self, past_bin: int) -> Outcomes:
         """Return the outcomes of a bin, shrunk towards the pooled ones and smoothed with adjacent bins."""
@@ -251,11 +261,11 @@ class ReuseHistory:
 
     def prompt_rate(self, past_bin: int, age: int) -> float:
         """Return the rate of uses of the end of a prompt whose answer is cached."""
-        return self._end_share(PROMPT_END) * max(self.rate(past_bin, age), PRIOR_RATES[age_bin(age)])
+        return self._end_share(PROMPT_END) * self._rate_or_prior(past_bin, age)
 
     def interior_rate(self, past_bin: int, age: int) -> float:
         """Return the rate of uses of a snapshot inside one path: by rewinds, and by prompts that diverge there."""
-        return self._interior_odds * max(self.rate(past_bin, age), PRIOR_RATES[age_bin(age)])
+        return self._interior_odds * self._rate_or_prior(past_bin, age)
 
     def _end_share(self, end: int) -> float:
         """Return the share of an end of a path in the resumptions from either end."""
