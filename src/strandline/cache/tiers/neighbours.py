@@ -11,8 +11,7 @@ from strandline.records.tokens import BLOCK_KEY_BYTES
 def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
     """Yield a tier's nearest snapshots below one that it had."""
     run, (depth, tail) = removed.home, removed.key
-    after = [copy for copy in column.copies_after(run, depth) if copy.snapshot is not removed]
-    longer = [copy for copy in after if copy.snapshot.tail.startswith(tail)]
+    longer = [copy for copy in column.copies_after(run, depth, tail) if copy.snapshot is not removed]
     if longer:
         yield min(longer, key=lambda copy: copy.position)
         return
@@ -37,10 +36,10 @@ def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | No
     """
     if column.num_children(left):
         return None
-    above = list(column.copies_after(left.run, left.depth))
-    if left.depth == removed.num_blocks:
-        above = [copy for copy in above if removed.tail.startswith(copy.snapshot.tail)]
-    return max(above, key=lambda copy: copy.position, default=None)
+    if left.depth < removed.num_blocks:
+        return max(column.copies_after(left.run, left.depth), key=lambda copy: copy.position, default=None)
+    above = column.above(removed)
+    return above if above is not None and above.snapshot.num_blocks == left.depth else None
 
 
 def saved_tokens(column: Column, snapshot: TierSnapshot, *, at_most: int | None = None) -> int:

@@ -4,7 +4,7 @@ The core imports none of this; it moves it with the runs (``Stored`` in ``tree.p
 """
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +17,7 @@ from strandline.cache.walk import PathEnd, common_blocks
 from strandline.errors import CacheInvariantError
 from strandline.ids import BLOCK_TOKENS, NO_ADDRESS, NULL_BLOCK
 from strandline.records.account import SnapshotKind
-from strandline.records.tokens import BLOCK_KEY_BYTES
+from strandline.records.tokens import BLOCK_KEY_BYTES, TOKEN_BYTES, common_tokens
 
 
 class StoredRun:
@@ -166,34 +166,32 @@ class Column:
         """Yield the tier's snapshots of a run, in the order of their keys."""
         return filter(None, (self.copy(run, key) for key in stored_keys(run)))
 
-    def copies_after(self, run: Run, depth: int) -> "Iterator[Copy]":
-        """Yield the tier's snapshots of a run that follow exactly ``depth`` whole blocks."""
-        keys = stored_keys(run)[find_key(run, depth) : find_key(run, depth + 1)]
-        return filter(None, (self.copy(run, key) for key in keys))
+    def copies_after(self, run: Run, depth: int, tail: bytes = b"") -> "Iterator[Copy]":
+        """Yield the tier's snapshots of a run that follow exactly ``depth`` whole blocks and tokens."""
+        keys = stored_keys(run)
+        for index in range(find_key(run, depth, tail), len(keys)):
+            num_blocks, longer = key = keys[index]
+            if num_blocks > depth or not longer.startswith(tail):
+                return
+            if (copy := self.copy(run, key)) is not None:
+                yield copy
 
     def first_after(self, run: Run, depth: int) -> "Copy | None":
         """Return the tier's first snapshot of a run that follows more than ``depth`` whole blocks, or None."""
-        for num_blocks, _ in stored_keys(run)[find_key(run, depth + 1) :]:
-            first = min(self.copies_after(run, num_blocks), key=lambda copy: copy.position, default=None)
-            if first is not None:
-                return first
+        keys = stored_keys(run)
+        for index in range(find_key(run, depth + 1), len(keys)):
+            if self.copy(run, keys[index]) is not None:
+                return min(self.copies_after(run, keys[index][0]), key=lambda copy: copy.position)
         return None
 
     def above(self, snapshot: "TierSnapshot") -> "Copy | None":
         """Return the tier's deepest snapshot above one, or None."""
-        below = snapshot.home
-        for run in below.ancestry():
-            for key in stored_keys(run)[: find_key(run, *snapshot.key)][::-1]:
-                num_blocks, tail = key
-                if num_blocks == snapshot.num_blocks:
-                    is_on_path = snapshot.tail.startswith(tail)
-                elif num_blocks < run.end_block:
-                    is_on_path = run.tokens.startswith(tail, (num_blocks - run.start_block) * BLOCK_KEY_BYTES)
-                else:
-                    is_on_path = below.tokens.startswith(tail)
-                if is_on_path and (copy := self.copy(run, key)) is not None:
-                    return copy
-            below = run
+        depth, tail = snapshot.key
+        for run in snapshot.home.ancestry():
+            copy = next(self.copies_before(run, find_key(run, depth, tail), depth, tail), None)
+            if copy is not None:
+                return copy
+            depth, tail = run.start_block, run.first_key
         return None
 
     def copies_on(self, end: PathEnd, data: bytes | bytearray, *, beyond: int = -1) -> "Iterator[Copy]":
@@ -202,20 +200,36 @@ class Column:
         Args:
             data: the tokens of the path and what follows, encoded.
         """
-        for node in end.run.ancestry():
-            if (node.end_block + 1) * BLOCK_TOKENS <= beyond:
+        depth = end.depth
+        for run in end.run.ancestry():
+            if (run.end_block + 1) * BLOCK_TOKENS <= beyond:
                 return
-            stored = stored_of(node)
-            if stored is None:
-                continue
-            # Of the keys that the path begins with, after the same number of blocks, the longest is the last.
-            for index in range(find_key(node, end.depth + 1) - 1, -1, -1):
-                snapshot = stored.snapshots[stored.keys[index]]
-                copy = snapshot.copies[self.index]
-                if copy is not None and data.startswith(copy.snapshot.tail, copy.snapshot.num_blocks * BLOCK_KEY_BYTES):
-                    if copy.position <= beyond:
-                        return
+            tail = bytes(data[depth * BLOCK_KEY_BYTES : (depth + 1) * BLOCK_KEY_BYTES])
+            for copy in self.copies_before(run, find_key(run, depth + 1), depth, tail):
+                if copy.position <= beyond:
+                    return
+                yield copy
+            depth = run.start_block
+
+    def copies_before(self, run: Run, end: int, depth: int, tail: bytes) -> "Iterator[Copy]":
+        """Yield the tier's snapshots on a path through a run, of the first ``end`` that tiers have, deepest first.
+
+        Args:
+            depth: whole blocks of the path, no more than up to the end of the run.
+            tail: tokens of the path after these, encoded.
+        """
+        keys = stored_keys(run)
+        while end:
+            num_blocks, own_tail = key = keys[end - 1]
+            tokens = _block_after(run, num_blocks) if num_blocks < depth else tail
+            if tokens.startswith(own_tail):
+                end -= 1
+                if (copy := self.copy(run, key)) is not None:
                     yield copy
+            else:
+                # Of the snapshots after the same number of blocks, a path has only those whose tails it begins with.
+                last = tokens if own_tail > tokens else tokens[: common_tokens(own_tail, tokens) * TOKEN_BYTES]
+                end = bisect_right(keys, (num_blocks, last), hi=end - 1)
 
     def below(self, run: Run, depth: int = 0) -> "Iterator[Copy]":
         """Yield the tier's snapshots of a run, and below it, that follow at least ``depth`` whole blocks."""
@@ -367,6 +381,12 @@ class Copy:
 
 
 _NONE = array("q")
+
+
+def _block_after(run: Run, num_blocks: int) -> bytes:
+    """Return the tokens of the block of a run that follows a number of whole blocks, encoded."""
+    start = (num_blocks - run.start_block) * BLOCK_KEY_BYTES
+    return bytes(run.tokens[start : start + BLOCK_KEY_BYTES])
 
 
 def find_key(run: Run, num_blocks: int, tail: bytes = b"") -> int:

@@ -1,10 +1,15 @@
 """What tiers have of the tree: runs of blocks answer as single blocks would."""
 
+import sys
 from array import array
+from collections.abc import Callable
+from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strandline.cache.tiers.neighbours import end_above, next_below
 from strandline.cache.tiers.path_blocks import PathBlocks
 from strandline.cache.tiers.paths import pieces
 from strandline.cache.tiers.stored import Copy, TierSnapshot
@@ -98,6 +103,46 @@ def test_the_nearest_snapshot_above_is_on_the_same_path() -> None:
     assert (column.above(first.snapshot), column.above(second.snapshot)) == (None, first)
     assert (column.above(inside.snapshot), column.above(deeper.snapshot)) == (second, inside)
     assert (column.above(below), column.above(beside), other.above(below)) == (deeper, second, None)
+
+
+def siblings(num_siblings: int) -> tuple[TierTree, Copy]:
+    """Return a tree with snapshots in one block that begin alike, most before the last, which is returned."""
+    tree = new_tree(1)
+    entered(tree, (1,), 0)
+    for number in range(num_siblings):
+        entered(tree, (1, 2), 0, encode([7] * 5 + [number]))
+    return tree, entered(tree, (1, 2), 0, encode([7] * 5 + [num_siblings, 1]))
+
+
+def num_calls(act: Callable[[], object]) -> int:
+    """Count the calls of functions, in Python and in C, that an action makes."""
+    events = list[str]()
+    sys.setprofile(lambda _frame, event, _argument: events.append(event))
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in events)
+
+
+def path_end(tree: TierTree) -> PathEnd:
+    return walk(tree.root(""), bytearray(encoded((1, 2)))).last
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda tree, last: list(next_below(tree.columns[0], last.snapshot)),
+        lambda tree, last: end_above(tree.columns[0], PathEnd(last.snapshot.home, 2), last.snapshot),
+        lambda tree, last: tree.columns[0].above(last.snapshot),
+        lambda tree, _: tree.columns[0].above(entered(tree, (1, 2, 3), 0).snapshot),
+        lambda tree, last: list(tree.columns[0].copies_on(path_end(tree), encoded((1, 2, 9)))),
+    ],
+    ids=["next below", "end above", "above", "above from a deeper block", "on a path"],
+)
+def test_neighbours_are_found_without_trying_all_siblings(find: Callable[[TierTree, Copy], object]) -> None:
+    few, many = (num_calls(partial(find, *siblings(num_siblings))) for num_siblings in (20, 1000))
+    assert 0 < many <= few + 20
 
 
 def test_addresses_stay_with_their_blocks_when_runs_are_split() -> None:
