@@ -115,14 +115,9 @@ def _num_tokens(submission: Submission) -> int:
 def serve_with_stub(num_streams: int, step_s: float) -> int:
     """Run ``strandline serve`` with the stub in place of its engine's process."""
     from strandline.cli import main as strandline
-    from strandline.server.engines import supervisor
+    from strandline.server.engines import begun_engine
 
-    def start(address: str, inherited: Any) -> tuple[Heartbeat, subprocess.Popen[bytes]]:
-        fd = os.memfd_create("heartbeat")
-        command = [sys.executable, __file__, "--engine", address, str(fd), str(num_streams), str(step_s)]
-        return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd])
-
-    supervisor._start = start
+    begun_engine.COMMAND[:] = [sys.executable, __file__, "--engine", str(num_streams), str(step_s)]
     return strandline(["serve", "demo", "--port", "0", "--max-num-seqs", str(num_streams)])
 
 
@@ -253,7 +248,7 @@ def measure() -> None:
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["--engine", address, fd, num_streams, step_s]:
+        case ["--engine", num_streams, step_s, address, fd, _]:
             StubEngine(address, int(fd), int(num_streams), float(step_s)).run()
         case ["--serve", num_streams, step_s]:
             sys.exit(serve_with_stub(int(num_streams), float(step_s)))

@@ -9,7 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -284,13 +284,17 @@ def _sampling_params(options: argparse.Namespace, **more: Any) -> Any:
 
 def _run_serve(options: argparse.Namespace) -> int:
     from strandline.server.config import ServerConfig
+    from strandline.server.engine_configs import engine_configs
+    from strandline.server.engines.begun_engine import BegunEngine
 
     names = [field.name for field in fields(ServerConfig)]
     server: dict[str, Any] = {name: getattr(options, name) for name in names}
     configs = EngineConfig(**engine_options(options)), ServerConfig(**server)
-    from strandline.server.launch import serve  # takes a second to import: wrong flags are found before
+    with ExitStack() as stack:
+        begun = [stack.enter_context(BegunEngine(each.num_workers)) for each in engine_configs(configs[0])]
+        from strandline.server.launch import serve  # takes seconds to import, as what engines import does
 
-    return serve(*configs)
+        return serve(*configs, begun)
 
 
 def _run_generate(options: argparse.Namespace) -> int:

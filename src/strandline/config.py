@@ -251,7 +251,7 @@ class EngineConfig:
         _require_hosts("allowed_media_domains", self.allowed_media_domains)
         _ = self.remembered_bytes, self.max_images, self.weight_transfer
         self._require_loras()
-        if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and self.has_workers:
+        if self.kv_transfer is not None and self.kv_transfer.kv_connector == "NixlConnector" and self.num_workers:
             raise ConfigError(
                 "--kv-transfer-config: NixlConnector reads the memory of the engine's own process, so it cannot "
                 "be combined with --tensor-parallel-size or --distributed-executor-backend mp; use SocketConnector"
@@ -325,9 +325,10 @@ class EngineConfig:
                 )
 
     @property
-    def has_workers(self) -> bool:
-        """Whether steps run in processes of their own, one for each rank."""
-        return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
+    def num_workers(self) -> int:
+        """How many processes steps run in, one for each rank; 0: in the engine's own."""
+        is_divided = self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
+        return self.tensor_parallel_size if is_divided else 0
 
     @property
     def has_tiers(self) -> bool:

@@ -86,7 +86,7 @@ class LLM:
         self._default_params = SamplingParams(**default_sampling_params(find_model(self.config.model)))
         self._pictures = new_loader(self.config, find_model(self.config.model))
         self._prompts = PromptReader(self.get_tokenizer, self._pictures)
-        with begun_workers(self.config) as workers:
+        with begun_workers(self.config.num_workers) as workers:
             # These load torch, which the workers do at the same time.
             from strandline.engine.loading import load_engine
             from strandline.engine.shared_engine import SharedEngine

@@ -92,7 +92,7 @@ def load_executor(
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
-    with begun_workers(config) if workers is None else nullcontext(workers) as begun:
+    with begun_workers(config.num_workers) if workers is None else nullcontext(workers) as begun:
         if begun is not None:
             return MpExecutor(config, begun, progress=progress)
     return load_uni_executor(config, vocabulary, progress=progress)

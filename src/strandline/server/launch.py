@@ -27,6 +27,7 @@ from strandline.server.app import build_app
 from strandline.server.app_options import AppOptions
 from strandline.server.config import ServerConfig
 from strandline.server.engine_configs import engine_configs
+from strandline.server.engines.begun_engine import BegunEngine
 from strandline.server.engines.engine_client import EngineClient, least_limits
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.engine_router import EngineRouter
@@ -51,8 +52,11 @@ LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
 
 
-def serve(engine: EngineConfig, server: ServerConfig) -> int:
+def serve(engine: EngineConfig, server: ServerConfig, begun: Sequence[BegunEngine] = ()) -> int:
     """Serve until a signal; return the exit code. The first signal drains, a second Ctrl-C stops at once.
+
+    Args:
+        begun: the processes of all engines, if they have begun.
 
     Raises:
         ConfigError: the address is taken, or model, weights, tokenizer or memory do not allow a start.
@@ -69,7 +73,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     listener = listen(server.host, server.port)
     with listener:
         try:
-            return asyncio.run(_serve(engine, server, listener))
+            return asyncio.run(_serve(engine, server, begun, listener))
         except asyncio.CancelledError:
             LOGGER.info("stopped before it served")
             return 0
@@ -85,7 +89,9 @@ def _keep_torch_out() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its warning recommends installing torch
 
 
-async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
+async def _serve(
+    engine: EngineConfig, server: ServerConfig, begun: Sequence[BegunEngine], listener: socket.socket
+) -> int:
     _cancel_on_sigterm()
     template = read_template(server.chat_template)
     keys = server.key_salts()
@@ -96,7 +102,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.so
         tls = await stack.enter_async_context(_tls_context(server))
         await stack.enter_async_context(trials)
         observers = stack.enter_context(request_observers(server, model_names(engine, server)[0]))
-        client = await stack.enter_async_context(start_core(engine, server, vocabulary, observers))
+        client = await stack.enter_async_context(start_core(engine, server, vocabulary, observers, begun))
         service = make_service(client, engine, server, template, defaults, trials.check)
         host, port = listener.getsockname()[:2]
         mode = server.page_mode(host)
@@ -277,12 +283,17 @@ def listen(host: str, port: int) -> Listener:
 
 @asynccontextmanager
 async def start_core(
-    engine: EngineConfig, server: ServerConfig, vocabulary: Vocabulary, observers: Sequence[RequestObserver] = ()
+    engine: EngineConfig,
+    server: ServerConfig,
+    vocabulary: Vocabulary,
+    observers: Sequence[RequestObserver] = (),
+    begun: Sequence[BegunEngine] = (),
 ) -> AsyncIterator[EngineClient]:
     """Start the engine processes, yield a client of them, and end them on exit.
 
     Args:
         observers: follow all requests.
+        begun: the processes of all engines, if they have begun.
 
     Raises:
         ConfigError: the configuration does not allow a start.
@@ -294,7 +305,7 @@ async def start_core(
     stacks = [AsyncExitStack() for _ in configs]
     keeping: list[asyncio.Future[None]] = []
     try:
-        processes = await _start_all(stacks, configs)
+        processes = await _start_all(stacks, configs, begun or [None] * len(configs))
         client = _new_client(configs, server, vocabulary, processes, observers)
         keeping = [
             asyncio.ensure_future(_keep(client, *each, restarts=server.restart))
@@ -323,13 +334,15 @@ def _make_private(directory: str) -> None:
         raise ConfigError(f"--disk-cache {directory} cannot be used: {cause_of(error)}") from error
 
 
-async def _start_all(stacks: Sequence[AsyncExitStack], configs: Sequence[EngineConfig]) -> list[Started]:
+async def _start_all(
+    stacks: Sequence[AsyncExitStack], configs: Sequence[EngineConfig], begun: Sequence[BegunEngine | None]
+) -> list[Started]:
     """Start all engines at the same time, each in a context of its own. If one fails, the others are ended."""
     try:
         async with asyncio.TaskGroup() as group:
             starting = [
-                group.create_task(stack.enter_async_context(engine_process(config)))
-                for stack, config in zip(stacks, configs, strict=True)
+                group.create_task(stack.enter_async_context(engine_process(config, begun=process)))
+                for stack, config, process in zip(stacks, configs, begun, strict=True)
             ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -159,7 +159,7 @@ with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket
     front.bind("inproc://core")
     back.connect("inproc://core")
     front.send(ENCODER.encode(Start(EngineConfig(model="demo", device="cpu", tensor_parallel_size=2))))
-    core_process.serve_core(back, os.pipe()[0], Heartbeat(os.memfd_create("heartbeat")))
+    core_process.serve_core(back, os.pipe()[0], Heartbeat(os.memfd_create("heartbeat")), 2)
 """,
     "LLM": """
 from strandline import LLM

@@ -214,6 +214,7 @@ def test_engine_without_handshake_exits_with_its_server(tmp_path: Path) -> None:
         "strandline.engine.processes.core_process",
         f"ipc://{tmp_path}/core",
         str(heartbeat),
+        "0",
     ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[heartbeat]) as core:
         os.close(heartbeat)

@@ -1,6 +1,7 @@
-"""The engine process: ``python -m strandline.engine.processes.core_process ADDRESS HEARTBEAT``.
+"""The engine process: ``python -m strandline.engine.processes.core_process ADDRESS HEARTBEAT WORKERS``.
 
-The HTTP process starts it. ``HEARTBEAT`` is the number of an inherited file descriptor.
+The HTTP process starts it. ``HEARTBEAT`` is the number of an inherited file descriptor, ``WORKERS`` how many processes
+its steps will run in, 0 for its own. What it loads comes in the first message, before which it imports what loads it.
 
 It exits when its standard input closes, which happens when the HTTP process exits for any reason. It ignores signals,
 so that Ctrl-C in a terminal does not end what the HTTP process needs to finish its requests.
@@ -25,7 +26,7 @@ import zmq
 
 from strandline.config import EngineConfig
 from strandline.engine.processes.engine_log import name_engine_in_log
-from strandline.engine.workers.workers import begun_workers
+from strandline.engine.workers.workers import Workers, begun_workers
 from strandline.errors import ConfigError
 from strandline.gc_policy import freeze_gc
 from strandline.records.heartbeat import BEAT_INTERVAL_S, Heartbeat
@@ -40,30 +41,21 @@ IPC: Final = "ipc://"
 EXIT_INTERVAL_S = 0.5
 """How long loading may go on after an exit was raised in it, before it is raised again."""
 LINGER_MS = 2000
+RECONNECT_MS = 10
+"""Interval of attempts to connect: the HTTP process may listen only when it has imported what it needs itself."""
 
 
-def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
+def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat, num_workers: int = 0) -> int:
     """Load the model that the first message names and serve it; return the exit code."""
-    poller = zmq.Poller()
-    for source in (socket, lifeline):
-        poller.register(source, zmq.POLLIN)
-    is_abandoned = lifeline in dict(poller.poll())
-    _remove_socket_file(socket)
-    if is_abandoned:
-        return 0
-    start = TO_CORE.decode(socket.recv())
-    if not isinstance(start, Start):
-        return 2
-    name_engine_in_log(start.config)
     try:
-        with interrupted_by(lifeline):
-            core = load_core(start.config)
+        with interrupted_by(lifeline), begun_workers(num_workers) as workers:
+            config, core = _load(socket, workers)
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
     freeze_gc()
     # Audits compute prompts again from their first token, after they have ended.
-    limits = replace(core.limits, asks_for_pictures=not start.config.audit_rate)
+    limits = replace(core.limits, asks_for_pictures=not config.audit_rate)
     socket.send(ENCODER.encode(Ready(limits, core.describe(), core.event_endpoints)))
     from strandline.engine.processes.core_loop import CoreLoop
 
@@ -78,28 +70,33 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat) -> int:
     return 0
 
 
-def load_core(config: EngineConfig) -> "EngineCore":
-    """Begin what workers a configuration has, import what loads a model, and load it.
+def _load(socket: Socket, workers: Workers | None) -> "tuple[EngineConfig, EngineCore]":
+    """Import what loads a model, and load the one that the first message names.
 
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
-    with begun_workers(config) as workers:
+    try:
         from strandline.device.hardware.visible_gpus import take_gpus
         from strandline.engine import loading
 
-        if workers is None:  # they take theirs
-            take_gpus(config)
-        return loading.load_core(config, workers=workers)
+        start = TO_CORE.decode(socket.recv())
+    finally:
+        _remove_socket_file(socket)
+    assert isinstance(start, Start)
+    name_engine_in_log(start.config)
+    if workers is None:  # they take theirs
+        take_gpus(start.config)
+    return start.config, loading.load_core(start.config, workers=workers)
 
 
 def _remove_socket_file(socket: Socket) -> None:
     """Remove a connected socket's file and its directory, which the process that made them may not live to do."""
     address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    file = Path(address.removeprefix(IPC))
     if address.startswith(IPC):
+        file = Path(address.removeprefix(IPC))
         with suppress(OSError):
-            file.unlink()
+            file.unlink(missing_ok=True)  # there is none before the other process listens
             file.parent.rmdir()
 
 
@@ -161,14 +158,15 @@ def beat_forever(heartbeat: Heartbeat) -> None:
 def main() -> int:
     """Run the process."""
     ignore_signals()
-    address, heartbeat_fd = sys.argv[1:]
+    address, heartbeat_fd, num_workers = sys.argv[1:]
     heartbeat = Heartbeat(int(heartbeat_fd))
     Thread(target=beat_forever, args=[heartbeat], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set_hwm(0)
         socket.linger = LINGER_MS
+        socket.reconnect_ivl = RECONNECT_MS
         socket.connect(address)
-        return serve_core(socket, sys.stdin.fileno(), heartbeat)
+        return serve_core(socket, sys.stdin.fileno(), heartbeat, int(num_workers))
 
 
 if __name__ == "__main__":

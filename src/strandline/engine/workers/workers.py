@@ -227,14 +227,14 @@ class Workers:
 
 
 @contextmanager
-def begun_workers(config: EngineConfig) -> Iterator[Workers | None]:
-    """Begin the processes that a configuration's steps run in, which then import what they need; end them if the body
-    fails. None: steps run in this process.
+def begun_workers(num_workers: int) -> Iterator[Workers | None]:
+    """Begin the processes that steps run in, which then import what they need; end them if the body fails. None: there
+    are none, and steps run in this process.
     """
-    if not config.has_workers:
+    if not num_workers:
         yield None
         return
-    workers = Workers(config.tensor_parallel_size)
+    workers = Workers(num_workers)
     try:
         yield workers
     except BaseException:

@@ -1,14 +1,11 @@
-"""Supervision of the engine process: start, handshake, exit, and restart if configured."""
+"""Supervision of the engine process: handshake, exit, and restart if configured."""
 
 import asyncio
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import zmq.asyncio
@@ -16,11 +13,10 @@ import zmq.asyncio
 from strandline.config import EngineConfig
 from strandline.errors import ConfigError, EngineError, StrandlineError
 from strandline.records.events import Limits
-from strandline.records.heartbeat import Heartbeat
 from strandline.records.messages import ENCODER, FROM_CORE, EventEndpoints, Ready, Refused, Start
+from strandline.server.engines.begun_engine import BegunEngine
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_link import EngineLink
-from strandline.signals import signals_held
 
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
@@ -37,20 +33,16 @@ class EngineProcess:
     """A running engine process, the socket to it, and its heartbeat.
 
     Args:
-        address: what the socket is bound to.
-        inherited: file descriptors that the process keeps open.
         name: name of the engine, in messages to users.
     """
 
-    def __init__(
-        self, socket: zmq.asyncio.Socket, address: str, inherited: Sequence[int] = (), *, name: str = "the engine"
-    ) -> None:
+    def __init__(self, begun: BegunEngine, socket: zmq.asyncio.Socket, *, name: str = "the engine") -> None:
         loop = asyncio.get_running_loop()
         self.socket = socket
         self.name = name
         self.events: EventEndpoints | None = None
         """Endpoints of published cache events; None: none."""
-        self.heartbeat, self._process = _start(address, inherited)
+        self.heartbeat, self._process = begun.heartbeat, begun.process
         self._exited = loop.create_future()
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, partial(_set_done, self._exited))
@@ -112,27 +104,30 @@ class EngineProcess:
 
 @asynccontextmanager
 async def engine_process(
-    engine: EngineConfig, inherited: Sequence[int] = ()
+    engine: EngineConfig, inherited: Sequence[int] = (), begun: BegunEngine | None = None
 ) -> AsyncIterator[tuple[EngineProcess, Limits]]:
     """Start an engine process, yield it once it is ready, and end it on exit.
 
     Args:
         inherited: file descriptors that the process keeps open.
+        begun: the process, if it has begun.
 
     Raises:
         ConfigError, EngineError: as ``EngineProcess.handshake``.
         OSError, zmq.ZMQError: the system lacks a resource, such as file descriptors.
     """
-    folder = TemporaryDirectory(prefix="strandline-", ignore_cleanup_errors=True)  # readable by this user alone
-    with folder, zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
+    with (
+        begun or BegunEngine(engine.num_workers, inherited) as started,
+        zmq.asyncio.Context() as context,
+        context.socket(zmq.PAIR) as socket,
+    ):
         socket.set_hwm(0)
         socket.linger = 0
-        address = f"ipc://{folder.name}/core"
-        socket.bind(address)
-        process = EngineProcess(socket, address, inherited, name=engine_name(engine))
+        socket.bind(started.address)
+        process = EngineProcess(started, socket, name=engine_name(engine))
         try:
             limits = await process.handshake(engine)
-            folder.cleanup()
+            started.folder.cleanup()
             yield process, limits
         finally:
             await process.close()
@@ -160,16 +155,6 @@ async def keep_restarting(config: EngineConfig, client: EngineClient, engine: En
             LOGGER.error("%s failed to start: %s", engine.name, error)
         is_stable = loop.time() - started_s > STABLE_AFTER_S
         delay_s = FIRST_RESTART_DELAY_S if is_stable else min(2 * delay_s, LONGEST_RESTART_DELAY_S)
-
-
-def _start(address: str, inherited: Sequence[int]) -> tuple[Heartbeat, subprocess.Popen[bytes]]:
-    fd = os.memfd_create("heartbeat")
-    try:
-        command = [sys.executable, "-m", "strandline.engine.processes.core_process", address, str(fd)]
-        with signals_held():
-            return Heartbeat(fd), subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
-    finally:
-        os.close(fd)
 
 
 def _set_done(future: asyncio.Future[None]) -> None:

@@ -1,0 +1,64 @@
+"""An engine's process from its beginning on: it imports what loads a model, and waits for the engine's configuration.
+
+Importing this module loads neither the web framework nor a tokenizer: a server begins its engines before it does.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Final, Self
+
+from strandline.records.heartbeat import Heartbeat
+from strandline.signals import signals_held
+
+COMMAND: Final = [sys.executable, "-m", "strandline.engine.processes.core_process"]
+
+
+class BegunEngine:
+    """An engine's process, its heartbeat, and the address at which it looks for the HTTP process.
+
+    Leave its context to end the process, if it has not ended.
+    """
+
+    def __init__(self, num_workers: int, inherited: Sequence[int] = ()) -> None:
+        """Begin the process.
+
+        Args:
+            num_workers: see ``EngineConfig.num_workers``.
+            inherited: file descriptors that the process keeps open.
+
+        Raises:
+            OSError: the system lacks a resource, such as file descriptors.
+        """
+        # Readable by this user alone.
+        self.folder = TemporaryDirectory(prefix="strandline-", ignore_cleanup_errors=True)
+        self.address = f"ipc://{self.folder.name}/core"
+        fd = -1
+        try:
+            fd = os.memfd_create("heartbeat")
+            self.heartbeat = Heartbeat(fd)
+            command = [*COMMAND, self.address, str(fd), str(num_workers)]
+            with signals_held():
+                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
+        except BaseException:
+            self.folder.cleanup()
+            raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.folder.cleanup()

@@ -1,0 +1,68 @@
+"""Engines' processes, which begin before the HTTP process imports what it needs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strandline.server.engines import begun_engine
+from strandline.server.engines.begun_engine import BegunEngine
+from tests.cpu.test_closures import closure
+
+BEGINS = """
+import sys
+from strandline import cli
+from strandline.server.engines import begun_engine
+
+class Begun:
+    def __init__(self, num_workers):
+        print("begun with", num_workers, "fastapi" in sys.modules)
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        print("ended")
+
+begun_engine.BegunEngine = Begun
+sys.exit(cli.main(["serve", "demo", "--host", "::1::", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], [0]),
+        (["--tensor-parallel-size", "2"], [2]),
+        (["--data-parallel-size", "2"], [0, 0]),
+        (["--distributed-executor-backend", "mp"], [1]),
+    ],
+)
+def test_engines_begin_before_the_web_framework_is_imported(flags: list[str], expected: list[int]) -> None:
+    command = [sys.executable, "-c", BEGINS, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [f"begun with {each} False" for each in expected] + ["ended"] * len(expected)
+    assert (done.returncode, "cannot listen" in done.stderr) == (2, True), done.stderr
+
+
+def test_what_begins_engines_loads_little() -> None:
+    rooms = {name.split(".")[1] for name in closure("strandline.server.engines.begun_engine") if "." in name}
+    assert rooms <= {"clock", "records", "server", "signals", "version", "env", "ids", "errors"}
+
+
+def test_an_engine_that_is_left_alone_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with BegunEngine(0) as begun:
+        assert begun.process.poll() is None
+        assert list(tmp_path.iterdir()) == [Path(begun.folder.name)]
+    assert begun.process.returncode is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(begun_engine, "COMMAND", [str(tmp_path / "missing")])
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        BegunEngine(0)
+    assert (list(tmp_path.iterdir()), len(os.listdir("/proc/self/fd"))) == ([], before)
