@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from typing import Final, get_args
 
 from strandline.errors import EngineError, RequestError
@@ -35,6 +36,16 @@ PAUSED: Final = "the server is paused; POST /resume lets it go on"
 ASLEEP: Final = "the server is asleep; POST /wake_up wakes it"
 
 
+class Activity(Enum):
+    """What the engines of a server do."""
+
+    RUNNING = auto()
+    PAUSED = auto()
+    """They run no step until ``EngineControl.resume``."""
+    ASLEEP = auto()
+    """They have given memory back, and run no step until it is taken again."""
+
+
 class EngineControl:
     """Controls the engines of a client, one action after the other."""
 
@@ -51,6 +62,12 @@ class EngineControl:
     def is_sleeping(self) -> bool:
         """Whether memory is given back."""
         return bool(self._state.given_back)
+
+    @property
+    def _activity(self) -> Activity:
+        if self.is_sleeping:
+            return Activity.ASLEEP
+        return Activity.PAUSED if self.is_paused else Activity.RUNNING
 
     @property
     def weight_version(self) -> str:
@@ -157,20 +174,20 @@ class EngineControl:
                 with suppress(EngineError):
                     await self._apply(DropWeights())  # where they could be read
                 raise
-            was_sleeping, refusal = self.is_sleeping, self._client.refusal
-            was_stopped = was_sleeping or self.is_paused
-            goes_on = not was_stopped
+            before, refusal = self._activity, self._client.refusal
+            after = before  # unless the weights are used
             try:
                 await self._pause("abort" if aborts else "keep", clears=False)
                 self._state.was_reset = True
                 await self._take("weights", UseWeights(new_epoch()))
                 self._client.name_weights(version)
-                is_woken = was_sleeping and not self.is_sleeping
-                goes_on = (is_woken or not was_stopped) and not stays_paused
+                is_woken = before is Activity.ASLEEP and not self.is_sleeping
+                if is_woken or before is Activity.RUNNING:
+                    after = Activity.PAUSED if stays_paused else Activity.RUNNING
             finally:
-                if goes_on:
+                if after is Activity.RUNNING:
                     await self._resume()
-                elif was_stopped and not was_sleeping:
+                elif before is Activity.PAUSED:
                     self._client.refusal = refusal
                 else:
                     self._refuse(PAUSED if aborts else None)
