@@ -51,5 +51,9 @@ class EngineError(StrandlineError, RuntimeError):
     """A fault of the engine (HTTP 5xx)."""
 
 
+class OutOfMemoryError(EngineError):
+    """Memory that was given back cannot be taken again now. Nothing of it is held, and what was before is as before."""
+
+
 class CacheInvariantError(EngineError):
     """The cache contradicts itself. The process must end: a state that may be wrong is never used."""

@@ -4,7 +4,7 @@ An executor owns weights, the memory of blocks and slots, and the per-request da
 source of requests, so it may run in this process or in another one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from strandline.kernels.binding import Fallback
 from strandline.picture_config import PictureConfig
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
-from strandline.records.control import Memory, WeightsAction
+from strandline.records.control import MEMORIES, Memory, WeightsAction
 from strandline.records.events import Limits
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
@@ -171,8 +171,8 @@ class Executor(Protocol):
     def capture_graphs(self) -> None:
         """Capture CUDA graphs of frequent steps, to be replayed from now on."""
 
-    def sleep(self, level: int) -> None:
-        """Give back the memory of blocks and slots, and that of the weights; no step follows before ``wake_up``.
+    def sleep(self, level: int, memories: Collection[Memory] = MEMORIES) -> None:
+        """Give memory back; no step follows before ``wake_up``.
 
         Args:
             level: 1: weights stay in host memory; 2: they are read again.
@@ -183,6 +183,7 @@ class Executor(Protocol):
 
         Raises:
             ConfigError: the weights cannot be read again.
+            OutOfMemoryError: there is too little memory. No rank has taken any.
         """
 
     def change_weights(self, action: WeightsAction) -> None:
@@ -191,6 +192,8 @@ class Executor(Protocol):
         Raises:
             ConfigError: a trainer sends nothing to this engine, does not come, or does not send what it announced; or
                 weights cannot be read, or are not the model's. No rank uses them.
+            OutOfMemoryError: there is too little memory for them, on the host or, after ``sleep``, on the device. No
+                rank has taken any, or uses them.
         """
 
     def release_free_memory(self) -> None:

@@ -208,6 +208,10 @@ class Runner:
     def close(self) -> None:
         """End transfers, and give up graphs: NCCL waits for those of its operations before it disconnects."""
         self.transfers.close()
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Give up captured graphs, and their memory."""
         self._graphs = None
 
     def capture_graphs(self, sizes: Iterable[StepSize], max_model_len: int, *, progress: bool = False) -> None:

@@ -1,7 +1,8 @@
 """The executor that runs steps in this process."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from strandline.config import EngineConfig
 from strandline.device.batches.padded_step import StepSize
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.hardware.heap import release_free_memory
+from strandline.device.hardware.out_of_memory import allocating, free_bytes, lack_of_memory, reserved_bytes
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
@@ -31,10 +33,10 @@ from strandline.device.stores.lower_stores import attach_stores, lower_device_by
 from strandline.device.stores.shared_copies import Copy, SharedCopies
 from strandline.device.stores.transfers import Transfers
 from strandline.device.weight_changes import WeightChanges
-from strandline.device.weights.model_memory import TensorMemory
+from strandline.device.weights.model_memory import LentMemory, TensorMemory
 from strandline.device.weights.weight_receiver import WeightReceiver
 from strandline.env import is_cache_debugged
-from strandline.errors import EngineError
+from strandline.errors import ConfigError, EngineError, OutOfMemoryError, StrandlineError
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.gpu import kind_of
 from strandline.kernels.operation import Workload
@@ -61,6 +63,11 @@ from strandline.records.sampling_params import StructuredOutputsParams
 PREFAULTED_BYTES: Final = 512 * 2**20
 """Prefaulted beginning of a CPU's memory for the cache, where slots and blocks are allocated first. The system zeroes a
 page before it hands it out, and a virtual machine requests it from its host: 2 to 12 ms per slot of 3 MiB."""
+
+UNREADABLE: Final = -2
+LACKS_MEMORY: Final = -1
+"""What a rank tells the others that could not do what all are to do; less than a bool."""
+LOGGER: Final = logging.getLogger(__name__)
 
 
 class UniExecutor:
@@ -118,9 +125,11 @@ class UniExecutor:
                 config, self.runner.arena, self.runner.transfers, weights, ranks, progress=progress
             )
         self._graph_sizes = _choose_graph_sizes(config, capacity, device_type)
-        self._arena_memory = TensorMemory([self.runner.arena.bytes])
         self._given_back = set[Memory]()
         self.weights, self._receiver = WeightChanges(self.runner, config.model), _new_receiver(config, ranks, device)
+        arena_memory = TensorMemory([self.runner.arena.bytes], "blocks and slots of the cache")
+        self._memories: dict[Memory, LentMemory] = {"weights": self.weights, "kv_cache": arena_memory}
+        self._graph_bytes = 0
         corrects_lengths = capacity.draft_tokens > 0 and kernels.is_compiled_on_gpu and not config.enforce_eager
         self.facts = ExecutorFacts(
             spec,
@@ -222,42 +231,84 @@ class UniExecutor:
         if self.facts.device_type == "cuda":
             torch.cuda.empty_cache()
 
-    def sleep(self, level: int) -> None:
-        """Give back the memory of blocks and slots, and that of the weights, unless it is given back already.
+    def sleep(self, level: int, memories: Collection[Memory] = MEMORIES) -> None:
+        """Give back memory, unless it is given back already, and that of graphs.
 
         On a CPU, weights of level 1 stay where they are, which is the host's memory.
 
         Args:
             level: 1: keep the weights in the host's memory. 2: keep no copy, not even that of an earlier sleep.
         """
-        if "kv_cache" not in self._given_back:
-            self._arena_memory.give_back(keeps=False)
-        if "weights" not in self._given_back:
-            self.weights.give_back(keeps=level == 1)
-        elif level > 1:
-            self.weights.forget_kept()
-        self._given_back.update(MEMORIES)
+        self.runner.drop_graphs()
+        for memory in memories:
+            if memory not in self._given_back:
+                self._memories[memory].give_back(keeps=memory == "weights" and level == 1)
+            elif memory == "weights" and level > 1:
+                self.weights.forget_kept()
+        self._given_back.update(memories)
         self.release_free_memory()
 
     def wake_up(self, memory: Memory) -> bool:
         """Take memory again; return False if weights are to be sent again first.
 
-        Raises:
-            ConfigError: the weights cannot be read again.
+        Raises: as ``Executor.wake_up``.
         """
-        if memory == "kv_cache":
-            self._arena_memory.take_again()
-        elif not self.weights.take_again():
-            return False
-        self._have_again(memory)
+        return memory not in self._given_back or self._take(memory, self._memories[memory].take_again)
+
+    def _take(self, memory: Memory, take: Callable[[], bool]) -> bool:
+        """Take memory again on all ranks, or on none.
+
+        If no memory is given back any more, graphs are captured again: it may be elsewhere now.
+
+        Args:
+            take: takes it on this rank, until that is confirmed or undone; returns and raises as this function.
+        """
+        try:
+            was_taken = self._on_all_ranks(take)
+            if was_taken and self._given_back == {memory}:
+                self._on_all_ranks(self._has_room_for_graphs)
+                with self._allocating_graphs():
+                    self.capture_graphs()
+        except (ConfigError, OutOfMemoryError):
+            self.runner.drop_graphs()
+            self._memories[memory].undo()
+            raise
+        if was_taken:
+            self._memories[memory].confirm()
+            self._given_back.remove(memory)
+        return was_taken
+
+    def _on_all_ranks(self, do: Callable[[], bool]) -> bool:
+        """Do something that may fail on every rank; return whether all return True. If it fails on one, all raise."""
+        error: StrandlineError | None = None
+        try:
+            outcome = int(do())
+        except (ConfigError, OutOfMemoryError) as caught:
+            outcome, error = UNREADABLE if isinstance(caught, ConfigError) else LACKS_MEMORY, caught
+            LOGGER.warning("rank %d of %d: %s", self._ranks.rank, self._ranks.size, error)
+        found = self._ranks.least(outcome)
+        if error is not None and found == outcome:
+            raise error
+        if found == UNREADABLE:
+            raise ConfigError("another rank of the engine cannot read the weights: its log says why")
+        if found == LACKS_MEMORY:
+            raise OutOfMemoryError("another rank of the engine lacks memory: its log says how much")
+        return bool(found)
+
+    def _has_room_for_graphs(self) -> bool:
+        """Return True; raise an OutOfMemoryError if the graphs that were captured at the start no longer fit.
+
+        Ranks find that out before they capture, as they compute together then.
+        """
+        if self._graph_bytes and self._graph_bytes > free_bytes(self.runner.device):
+            raise lack_of_memory("captured CUDA graphs", self._graph_bytes, self.runner.device)
         return True
 
-    def _have_again(self, memory: Memory) -> None:
-        """Capture graphs again when all memory that was given back is there: it may be elsewhere now."""
-        if memory in self._given_back:
-            self._given_back.remove(memory)
-            if not self._given_back and self.facts.device_type == "cuda":
-                self.capture_graphs()
+    def _allocating_graphs(self) -> AbstractContextManager[None]:
+        """Return a context that raises an OutOfMemoryError where there is one rank: others would wait for this one."""
+        if self._ranks.size > 1:
+            return nullcontext()
+        return allocating("captured CUDA graphs", self._graph_bytes, self.runner.device)
 
     def change_weights(self, action: WeightsAction) -> None:
         """Do a part of a change of weights; raises as ``Executor.change_weights``."""
@@ -272,9 +323,11 @@ class UniExecutor:
                 self._receiver.receive(sent)
             case PrepareWeights(path):
                 self.weights.prepare(self._receiver.take() if path is None else path)
+            case UseWeights() if "weights" in self._given_back:
+                self._take("weights", self.weights.use)
             case UseWeights():
                 self.weights.use()
-                self._have_again("weights")
+                self.weights.confirm()
             case DropWeights():
                 self.weights.drop()
 
@@ -282,7 +335,9 @@ class UniExecutor:
         """Capture CUDA graphs, unless the configuration asks for eager steps or operations fall back to torch."""
         if self._config.enforce_eager or not self.facts.needs_warm_up:
             return
+        before = reserved_bytes(self.runner.device)
         self.runner.capture_graphs(self._graph_sizes, self.facts.max_model_len, progress=self._progress)
+        self._graph_bytes = reserved_bytes(self.runner.device) - before
 
     @property
     def worker_fds(self) -> Sequence[int]:

@@ -4,7 +4,7 @@ An engine that is paused or asleep runs no step; requests are queued. Where memo
 dropped, running requests are preempted, and computed anew when they run again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from strandline.cache import PrefixCache
@@ -15,12 +15,13 @@ from strandline.device.executor import Executor
 from strandline.engine.caching.auditor import Auditor
 from strandline.engine.caching.event_feed import EventFeed
 from strandline.engine.scheduling.scheduler import Scheduler
-from strandline.errors import ConfigError, RequestError
+from strandline.errors import ConfigError, OutOfMemoryError, RequestError
 from strandline.records.control import (
-    MEMORIES,
     Action,
+    DropWeights,
     Memory,
     Pause,
+    PrepareWeights,
     ResetCache,
     Resume,
     Sleep,
@@ -60,6 +61,10 @@ class CoreControl:
         self._auditor = auditor
         self._is_paused = False
         self._given_back = set[Memory]()
+        self._level = 0
+        """How it was given back last."""
+        self._has_prepared = False
+        """Whether there are weights for ``UseWeights``."""
         self._weights = ""
         """Names the weights in use in epochs, which other engines begin with weights of their own; "": the model's."""
 
@@ -80,6 +85,7 @@ class CoreControl:
 
         Raises:
             ConfigError: it cannot be done in this engine, or weights cannot be read.
+            OutOfMemoryError: there is too little memory. None was taken.
         """
         changes_weights = self._executor.facts.changes_weights
         refusal = refusal_of(action, hands_over=self._hands_over, changes_weights=changes_weights)
@@ -104,19 +110,16 @@ class CoreControl:
                 if self._scheduler.running and not forced:
                     return False
                 self._reset(epoch)
-            case Sleep(level):
-                self._sleep(level)
+            case Sleep(level, memories):
+                self._sleep(level, memories)
             case WakeUp(memories):
                 return self._wake_up([memory for memory in memories if memory in self._given_back])
-            case UseWeights(epoch):
-                # First: entries of weights that are gone are never hit.
-                self._weights = epoch
-                self._auditor.forget_all()
-                self._reset(epoch)
-                self._executor.change_weights(action)
-                self._given_back.discard("weights")
+            case UseWeights():
+                self._use_weights(action)
             case _:
+                self._has_prepared &= not isinstance(action, PrepareWeights | DropWeights)
                 self._executor.change_weights(action)
+                self._has_prepared |= isinstance(action, PrepareWeights)
         return True
 
     def _reset(self, epoch: str) -> None:
@@ -126,22 +129,47 @@ class CoreControl:
         reset(self._cache, epoch + self._weights)
         self._finish_transfers()
 
-    def _sleep(self, level: int) -> None:
-        """Give back the cache's memory and the weights', as far as the engine has them; at level 2 also the copies of
-        weights that level 1 has kept. What the device caches moves to the tiers below it.
+    def _use_weights(self, action: UseWeights) -> None:
+        if not self._has_prepared:
+            raise ConfigError("no weights were prepared, or the engine was restarted since: send them again")
+        self._has_prepared = False
+        self._auditor.forget_all()
+        # First: entries of weights that are gone are never hit.
+        before, self._weights = self._weights, action.epoch
+        self._reset(action.epoch)
+        try:
+            self._executor.change_weights(action)
+        except OutOfMemoryError:
+            self._weights = before
+            self._reset(action.epoch)
+            raise
+        self._given_back.discard("weights")
+
+    def _sleep(self, level: int, memories: Collection[Memory]) -> None:
+        """Give memory back, as far as the engine has it; at level 2 also the copies of weights that level 1 has kept.
+
+        What the device caches moves to the tiers below it.
         """
         self._scheduler.preempt_all()
         self._finish_transfers()
         evict_all(self._cache)
         self._finish_transfers()
-        self._executor.sleep(level)
-        self._given_back.update(MEMORIES)
+        self._executor.sleep(level, memories)
+        self._given_back.update(memories)
+        self._level = level
 
     def _wake_up(self, memories: list[Memory]) -> bool:
-        """Take memory again; return whether all of it is there."""
-        for memory in memories:
-            if self._executor.wake_up(memory):
-                self._given_back.discard(memory)
+        """Take memory again, all of it or none; return whether all of it is there."""
+        taken = list[Memory]()
+        try:
+            for memory in memories:
+                if self._executor.wake_up(memory):
+                    taken.append(memory)
+        except OutOfMemoryError:
+            if taken:
+                self._executor.sleep(self._level, taken)
+            raise
+        self._given_back.difference_update(taken)
         return self._given_back.isdisjoint(memories)
 
     def _finish_transfers(self) -> None:

@@ -1,6 +1,6 @@
 """The executor whose steps run in workers (``engine/processes/worker.py``), one for each rank of tensor parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Final
@@ -19,7 +19,7 @@ from strandline.engine.workers.workers import Workers
 from strandline.errors import EngineError
 from strandline.records.actions import Action, Completion
 from strandline.records.adapters import LoadedAdapter
-from strandline.records.control import JoinTrainer, Memory, PrepareWeights, ReceiveWeights, WeightsAction
+from strandline.records.control import MEMORIES, JoinTrainer, Memory, PrepareWeights, ReceiveWeights, WeightsAction
 from strandline.records.plan import StepPlan, StepResult
 from strandline.records.sampling_params import StructuredOutputsParams
 
@@ -184,9 +184,9 @@ class MpExecutor:
         """Capture CUDA graphs in the workers."""
         self._workers.results(self._begin("capture_graphs"))  # however long compilation takes
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, memories: Collection[Memory] = MEMORIES) -> None:
         """Have the workers give their memory back."""
-        self._call("sleep", level)
+        self._call("sleep", level, tuple(memories))
 
     def wake_up(self, memory: Memory) -> bool:
         """Have the workers take memory again; returns and raises as ``Executor.wake_up``."""

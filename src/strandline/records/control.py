@@ -43,6 +43,8 @@ class Sleep(msgspec.Struct, tag=True, frozen=True):
 
     level: int
     """1: weights stay in the host's memory. 2: they are read again."""
+    memories: tuple[Memory, ...] = MEMORIES
+    """What to give back."""
 
 
 class WakeUp(msgspec.Struct, tag=True, frozen=True):

@@ -211,11 +211,17 @@ class AdapterLoaded(msgspec.Struct, tag=True):
     """Or why it cannot be served."""
 
 
+class LacksMemory(msgspec.Struct, tag=True):
+    """Why something could not be done: there was too little memory."""
+
+    reason: str
+
+
 class Controlled(msgspec.Struct, tag=True):
     """The answer to ``Control``."""
 
     number: int
-    result: bool | str
+    result: bool | str | LacksMemory
     """Whether it was done, or why it could not be."""
 
 

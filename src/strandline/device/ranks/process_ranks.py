@@ -51,6 +51,8 @@ class ProcessRanks:
         for name, value in (dict.fromkeys(INTERFACES, _loopback()) | WITHOUT_MULTICAST).items():
             os.environ.setdefault(name, value)
         self.enter_thread()
+        self._number = torch.zeros((), dtype=torch.int64, device=device)
+        """Sent by ``least``, which allocates nothing: there may be no memory left."""
         self.few_rows: FewRows | None = None
         self.many_rows: ManyRows | None = None
 
@@ -106,9 +108,9 @@ class ProcessRanks:
 
     def least(self, number: int) -> int:
         """Return the least of all ranks' numbers; waits for the device."""
-        value = torch.tensor(number, device=self._device)
-        dist.all_reduce(value, dist.ReduceOp.MIN)
-        return int(value)
+        self._number.fill_(number)
+        dist.all_reduce(self._number, dist.ReduceOp.MIN)
+        return int(self._number)
 
     def close(self) -> None:
         """Disconnect. No collective operations may follow.

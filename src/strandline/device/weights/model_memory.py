@@ -8,12 +8,13 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from strandline.errors import ConfigError
+from strandline.device.hardware.out_of_memory import allocating
+from strandline.errors import ConfigError, OutOfMemoryError
 from strandline.kernels.binding import Kernels
 from strandline.kernels.gemm.weights import HalfWeight, Weight
 
@@ -51,15 +52,37 @@ def pair_tensors(target: nn.Module, source: nn.Module) -> list[tuple[Tensor, Ten
     return pairs
 
 
+class LentMemory(Protocol):
+    """Memory that is given back for a while."""
+
+    def give_back(self, *, keeps: bool) -> None:
+        """Give it back; ``keeps``: keep the contents in the host's memory."""
+
+    def take_again(self) -> bool:
+        """Take it again, until that is confirmed or undone; return whether its contents are there.
+
+        Raises:
+            ConfigError: the contents cannot be read again.
+            OutOfMemoryError: there is too little memory.
+        """
+
+    def confirm(self) -> None:
+        """Give up what was kept."""
+
+    def undo(self) -> None:
+        """Give back what was taken again; all is as it was when it was given back."""
+
+
 class TensorMemory:
     """The memory of tensors, which can be given back.
 
     Args:
-        tensors: each with memory of its own.
+        tensors: each with memory of its own, all on one device.
+        what: what they are, in messages.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
+    def __init__(self, tensors: Iterable[Tensor], what: str = "tensors") -> None:
+        self._tensors, self._what = list(tensors), what
         self._kept: list[tuple[int, Tensor | None]] = []
         """For each tensor on a GPU, the size of its memory in bytes, and a copy of it in the host's memory."""
 
@@ -69,34 +92,75 @@ class TensorMemory:
         Args:
             keeps: keep the contents in the host's memory, where a CPU's tensors are already.
         """
-        for tensor in self._tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device.type != "cpu":
-                self._kept.append((storage.nbytes(), _bytes_of(tensor).cpu() if keeps else None))
-            elif not keeps:
-                _discard_pages(storage.data_ptr(), storage.nbytes())
-        if self._kept:
-            torch.cuda.synchronize()
-            for tensor in self._tensors:
-                tensor.untyped_storage().resize_(0)
-            torch.cuda.empty_cache()
+        if not self._is_freed_whole:
+            if not keeps:
+                self._discard()
+            return
+        sizes = [tensor.untyped_storage().nbytes() for tensor in self._tensors]
+        copies = [_copied(tensor) if keeps else None for tensor in self._tensors]
+        self._kept = list(zip(sizes, copies, strict=True))
+        self._free()
 
     def forget(self) -> None:
         """Give up the contents that were kept when the memory was given back."""
         self._kept = [(num_bytes, None) for num_bytes, _ in self._kept]
-        for tensor in self._tensors:
-            if tensor.device.type == "cpu":
-                _discard_pages(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        if not self._is_freed_whole:
+            self._discard()
 
-    def take_again(self) -> None:
-        """Take the memory again: with its contents if they were kept, else with zeros."""
-        for tensor, (num_bytes, copy) in zip(self._tensors, self._kept, strict=False):
-            tensor.untyped_storage().resize_(num_bytes)
-            if copy is None:
-                _bytes_of(tensor).zero_()
-            else:
-                _bytes_of(tensor).copy_(copy)
+    def take_again(self) -> bool:
+        """Take all of the memory again: with its contents if they were kept, else with zeros. Then confirm or undo it.
+
+        Raises:
+            OutOfMemoryError: the device has too little; none of it is taken.
+        """
+        if not self._kept:
+            return True
+        try:
+            with allocating(self._what, sum(num_bytes for num_bytes, _ in self._kept), self._tensors[0].device):
+                for tensor, (num_bytes, copy) in zip(self._tensors, self._kept, strict=True):
+                    allocate(tensor, num_bytes)
+                    if copy is None:
+                        _bytes_of(tensor).zero_()
+                    else:
+                        _bytes_of(tensor).copy_(copy)
+        except OutOfMemoryError:
+            self._free()
+            raise
+        return True
+
+    def confirm(self) -> None:
+        """Give up what was kept of memory that was taken again."""
         self._kept = []
+
+    def undo(self) -> None:
+        """Give memory back that was taken again, with the contents that it was given back with."""
+        if self._kept:
+            self._free()
+
+    @property
+    def _is_freed_whole(self) -> bool:
+        """Whether the memory is freed, and not just its pages: there are tensors, and they are not on a CPU."""
+        return any(tensor.device.type != "cpu" for tensor in self._tensors)
+
+    def _free(self) -> None:
+        torch.cuda.synchronize()
+        for tensor in self._tensors:
+            release(tensor)
+        torch.cuda.empty_cache()
+
+    def _discard(self) -> None:
+        for tensor in self._tensors:
+            _discard_pages(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+
+
+def allocate(tensor: Tensor, num_bytes: int) -> None:
+    """Give a tensor memory, after ``release``; its contents are undefined."""
+    tensor.untyped_storage().resize_(num_bytes)
+
+
+def release(tensor: Tensor) -> None:
+    """Give a tensor's memory to torch; it is used by no other."""
+    tensor.untyped_storage().resize_(0)
 
 
 def _weights_in(value: Any) -> Iterator[Weight]:
@@ -129,6 +193,11 @@ def _unrepeated(tensor: Tensor) -> Tensor:
         if size > 1 and stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy of all of a tensor's memory in the host's."""
+    return torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8).copy_(_bytes_of(tensor))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Final
 import zmq
 
 from strandline.engine.core import EngineCore
-from strandline.errors import ConfigError, RequestError
+from strandline.errors import ConfigError, OutOfMemoryError, RequestError
 from strandline.events.wire import encode_batch
 from strandline.ids import NO_TOKEN
 from strandline.records.adapters import LoadedAdapter
@@ -33,6 +33,7 @@ from strandline.records.messages import (
     Flush,
     Flushed,
     FromCore,
+    LacksMemory,
     LoadAdapter,
     SendPictures,
     Stats,
@@ -183,14 +184,17 @@ class CoreLoop:
         except (ConfigError, RequestError) as error:
             return str(error)
 
-    def _control(self, action: Action) -> bool | str:
+    def _control(self, action: Action) -> bool | str | LacksMemory:
         try:
-            is_done = self._core.control.apply(action)
+            return self._core.control.apply(action)
         except ConfigError as error:
             return str(error)
-        self._send_cache_events()
-        self._send(Stepped(self._core.take_late_events()))
-        return is_done
+        except OutOfMemoryError as error:
+            LOGGER.warning("%s", error)
+            return LacksMemory(str(error))
+        finally:
+            self._send_cache_events()
+            self._send(Stepped(self._core.take_late_events()))
 
     def _send_cache_events(self) -> None:
         if self._feed is not None and (events := self._feed.take()):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from strandline.config import EngineConfig
 from strandline.device.ranks.rendezvous import Rendezvous
 from strandline.engine.workers.worker_link import Call, Start, WorkerEndedError, WorkerLink
-from strandline.errors import CacheInvariantError, ConfigError, EngineError, RequestError
+from strandline.errors import CacheInvariantError, ConfigError, EngineError, OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
     from strandline.device.executor import ExecutorFacts
@@ -40,7 +40,7 @@ WAITS_FOR_OTHERS: Final = b"distributed_c10d.py"
 TIMED_OUT: Final = re.compile("Timed out waiting|Wait timeout")
 """What the error of a rank contains for which gloo, or the rendezvous, has waited too long for another."""
 
-SHARED_ERRORS: Final = (ConfigError, RequestError, CacheInvariantError)
+SHARED_ERRORS: Final = (ConfigError, OutOfMemoryError, RequestError, CacheInvariantError)
 """Errors that every rank raises alike, and that say all."""
 
 

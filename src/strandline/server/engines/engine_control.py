@@ -6,7 +6,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Final, get_args
 
-from strandline.errors import EngineError, RequestError
+from strandline.errors import EngineError, OutOfMemoryError, RequestError
 from strandline.records.control import (
     MEMORIES,
     Action,
@@ -132,11 +132,22 @@ class EngineControl:
                 await self._apply(Sleep(level))
 
     async def wake_up(self, memories: Collection[Memory]) -> None:
-        """Take memory again; when all of it is there, run steps again."""
+        """Take memory again; when all of it is there, run steps again.
+
+        Raises:
+            RequestError: the weights cannot be read again.
+            OutOfMemoryError: an engine has too little memory; none has taken any.
+        """
         async with self._turn:
-            for memory in MEMORIES:
-                if memory in memories:
+            lent = [memory for memory in MEMORIES if memory in memories and memory in self._state.given_back]
+            try:
+                for memory in lent:
                     await self._take(memory, WakeUp((memory,)))
+            except OutOfMemoryError:
+                self._state.given_back.update(lent)
+                with suppress(RequestError, EngineError):
+                    await self._apply(Sleep(self._state.sleep_level, tuple(lent)))
+                raise
             if self.is_sleeping:
                 self._refuse()
             else:

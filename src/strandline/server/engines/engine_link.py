@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
 
-from strandline.errors import EngineError, RequestError
+from strandline.errors import EngineError, OutOfMemoryError, RequestError
 from strandline.records.adapters import LoadedAdapter
 from strandline.records.cache_questions import CacheAnswer, CacheQuestion, CacheState
 from strandline.records.control import Action
@@ -26,6 +26,7 @@ from strandline.records.messages import (
     Flushed,
     FlushReport,
     FromCore,
+    LacksMemory,
     LoadAdapter,
     Stats,
     Submit,
@@ -222,10 +223,14 @@ class EngineLink:
 
         Raises:
             RequestError: it cannot be done; else as ``ask_stats``.
+            OutOfMemoryError: there is too little memory for it.
         """
-        result: bool | str = await self._ask(lambda number: Control(number, action), CONTROL_TIMEOUT_S)
-        if isinstance(result, str):
-            raise RequestError(result)
+        result: bool | str | LacksMemory = await self._ask(lambda number: Control(number, action), CONTROL_TIMEOUT_S)
+        match result:
+            case str():
+                raise RequestError(result)
+            case LacksMemory(reason):
+                raise OutOfMemoryError(f"{self.name}: {reason}")
         return result
 
     async def flush(self) -> FlushReport | None:

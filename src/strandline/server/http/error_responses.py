@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from strandline.errors import EngineError, PromptTooLongError, RequestError, cause_of
+from strandline.errors import EngineError, OutOfMemoryError, PromptTooLongError, RequestError, cause_of
 from strandline.server.engines.engine_client import PausedError, QueueFullError
 from strandline.server.engines.engine_link import EngineDeadError, RequestTimeoutError
 from strandline.server.engines.jobs import NoTokenError, OutputFailedError
@@ -164,6 +164,8 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 400, None
         case PausedError():
             return 503, "paused"
+        case OutOfMemoryError():
+            return 503, "out_of_memory"
         case EngineDeadError():
             return 503, "engine_dead"
         case NoTokenError():
