@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from strandline.errors import RequestError
 from strandline.records.cache_questions import CacheQuestion, CacheState
 from strandline.records.pictures import with_virtual_ids
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.host_check import host_of
 from strandline.server.http.host_names import is_local
 from strandline.server.http.sse import json_response

@@ -63,6 +63,8 @@ def add_operation(app: FastAPI, service: Service, flags: Mapping[str, Any]) -> N
                 "vocab_size": engine.limits.vocab_size,
                 "failure": engine.failure,
                 "hang": engine.find_hang(),
+                "weight_version": service.client.weights.versions[engine.number],
+                "has_current_weights": service.client.weights.is_current(engine.number),
             }
             for engine in service.client.engines
         ]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strandline.errors import RequestError
 from strandline.records.events import Limits
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.requests import callable_tools
 from strandline.server.requests.callable_tools import MAX_TRIALS, CallableTools
 from strandline.server.requests.output_parser import OutputFormat

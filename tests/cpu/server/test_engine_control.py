@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from strandline.errors import RequestError
+from strandline.errors import EngineError, OutOfMemoryError, RequestError
 from strandline.records.control import DropWeights, Pause, PrepareWeights, ResetCache, Resume, Sleep, UseWeights, WakeUp
 from strandline.records.events import CoreStats, Limits
 from strandline.records.messages import ENCODER as TO_FRONT_END
-from strandline.records.messages import TO_CORE, AskStats, Control, Controlled, Finish, Stats
+from strandline.records.messages import TO_CORE, AskStats, Control, Controlled, Finish, LacksMemory, Stats
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.engines.engine_client import EngineClient, Prompt
+from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_control import ASLEEP, PAUSED, EngineControl
 from strandline.server.engines.engine_link import EngineLink
+from strandline.server.engines.engine_weights import StaleWeightsError
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.prompt import Prompt
 from strandline.text.frontend import Frontend
 from tests.cpu.server.test_queue import IDLE
 
@@ -27,7 +29,8 @@ DIRECTORY = "/weights"
 class Core:
     """An engine's end of the socket: records actions and answers them.
 
-    Actions of the kind in ``refused`` are answered with a refusal, those of the kind in ``unanswered`` not at all.
+    Actions of the kind in ``refused`` are answered with a refusal, those of the kind in ``lacks_memory_for`` with too
+    little memory, and those of the kind in ``unanswered`` not before ``answer``.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,9 @@ class Core:
         self.finished: list[str] = []
         self.stats: CoreStats = IDLE
         self.refused: type | None = None
+        self.lacks_memory_for: type | None = None
         self.unanswered: type | None = None
+        self._held: list[bytes] = []
         self.asked = asyncio.Event()
         self._said: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -51,10 +56,20 @@ class Core:
             case Control(number, action):
                 self.actions.append(action)
                 self.asked.set()
+                result: bool | str | LacksMemory = "it cannot" if isinstance(action, self.refused or ()) else True
+                if isinstance(action, self.lacks_memory_for or ()):
+                    result = LacksMemory("it lacks memory")
+                said = TO_FRONT_END.encode(Controlled(number, result))
                 if isinstance(action, self.unanswered or ()):
-                    return
-                result: bool | str = "it cannot" if isinstance(action, self.refused or ()) else True
-                self._said.put_nowait(TO_FRONT_END.encode(Controlled(number, result)))
+                    self._held.append(said)
+                else:
+                    self._said.put_nowait(said)
+
+    def answer(self) -> None:
+        """Give the answers that were held, and hold no others."""
+        self.unanswered = None
+        for said in self._held:
+            self._said.put_nowait(said)
 
     async def recv(self) -> bytes:
         return await self._said.get()
@@ -75,6 +90,7 @@ class Pair:
             links, Frontend(limits, eos_ids=frozenset({0})), Metrics("tiny", 2), max_unfinished=4
         )
         self.control = EngineControl(self.client)
+        self.receiving = [asyncio.ensure_future(self.client.receive(engine)) for engine in links]
 
     def submit(self) -> Any:
         params = self.client.frontend.check_params(SamplingParams(max_tokens=20))
@@ -82,9 +98,14 @@ class Pair:
 
     def restart(self, number: int) -> list[type]:
         """Return what an engine that is restarted is asked for."""
-        core: Any = Core()
-        self.client.reconnect(self.client.engines[number], core, LIMITS, core)
-        return core.take()  # type: ignore[no-any-return]
+        return self.replace_core(number).take()
+
+    def replace_core(self, number: int) -> Core:
+        """Restart an engine; return its end of the socket."""
+        core, engine = Core(), self.client.engines[number]
+        self.client.reconnect(engine, core, LIMITS, core)
+        self.receiving.append(asyncio.ensure_future(self.client.receive(engine)))
+        return core
 
     def found(self) -> tuple[bool, bool, str | None]:
         return self.control.is_paused, self.control.is_sleeping, self.client.refusal
@@ -93,11 +114,10 @@ class Pair:
 def run(check: Callable[[Pair], Awaitable[None]], limits: Limits = LIMITS) -> None:
     async def with_pair() -> None:
         pair = Pair(limits)
-        receiving = [asyncio.ensure_future(pair.client.receive(engine)) for engine in pair.client.engines]
         try:
             await check(pair)
         finally:
-            for each in receiving:
+            for each in pair.receiving:
                 each.cancel()
 
     asyncio.run(asyncio.wait_for(with_pair(), 60))
@@ -280,5 +300,121 @@ def test_weights_wake_what_only_lacked_them(stays_paused: bool, aborts: bool) ->
         assert pair.found() == (stays_paused, False, PAUSED if stays_paused and aborts else None)
         kinds = [Pause, Sleep, WakeUp, PrepareWeights, Pause, UseWeights]
         assert pair.cores[0].take() == kinds + [Resume] * (not stays_paused)
+
+    run(check)
+
+
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_engine_restarted_before_weights_are_used_is_not_asked_to(is_asleep: bool) -> None:
+    async def check(pair: Pair) -> None:
+        if is_asleep:
+            await pair.control.sleep(2, "keep")
+        pair.cores[0].unanswered = Pause
+        updating = asyncio.ensure_future(pair.control.update_weights(DIRECTORY, "1"))
+        while pair.cores[0].take()[-1:] != [Pause]:
+            await asyncio.sleep(0)
+        pair.client.fail(pair.client.engines[1], "it was killed")
+        restarted = pair.replace_core(1)
+        pair.cores[0].answer()
+        await updating
+        assert UseWeights in pair.cores[0].take()
+        assert UseWeights not in (actions := restarted.take())
+        assert not is_asleep or actions[-1:] == [WakeUp]
+        assert pair.client.weights.versions == ["1", "default"]
+
+    run(check)
+
+
+def test_engine_restarted_after_it_used_weights_does_not_have_them() -> None:
+    async def check(pair: Pair) -> None:
+        pair.cores[0].unanswered = UseWeights
+        updating = asyncio.ensure_future(pair.control.update_weights(DIRECTORY, "1"))
+        while pair.cores[0].take()[-1:] != [UseWeights]:
+            await asyncio.sleep(0)
+        pair.client.fail(pair.client.engines[1], "it was killed")
+        pair.replace_core(1)
+        pair.cores[0].answer()
+        await updating
+        assert pair.client.weights.versions == ["1", "default"]
+
+    run(check)
+
+
+def test_weights_of_engines_that_all_restarted_are_not_used() -> None:
+    async def check(pair: Pair) -> None:
+        pair.cores[0].unanswered = pair.cores[1].unanswered = Pause
+        updating = asyncio.ensure_future(pair.control.update_weights(DIRECTORY, "1"))
+        while not all(core.take()[-1:] == [Pause] for core in pair.cores):
+            await asyncio.sleep(0)
+        for number in range(2):
+            pair.client.fail(pair.client.engines[number], "it was killed")
+            pair.replace_core(number)
+        with pytest.raises(EngineError, match="send them again"):
+            await updating
+        assert pair.client.weights.versions == ["default", "default"]
+        assert pair.found() == (False, False, None)
+        with pair.submit():
+            pass
+
+    run(check)
+
+
+def test_restarted_engine_answers_once_it_has_the_others_weights() -> None:
+    async def check(pair: Pair) -> None:
+        client = pair.client
+        await pair.control.update_weights(DIRECTORY, "1")
+        client.name_weights("first")
+        client.fail(client.engines[0], "it was killed")
+        pair.replace_core(0)
+        assert (client.weights.versions, client.weights.version) == (["default", "first"], "first")
+        with pair.submit() as job:  # the router of several engines is another test's
+            assert client.version_of(job.streams[0]) == "default"
+        client.fail(client.engines[1], "it was killed")
+        for _ in range(2):
+            with pytest.raises(StaleWeightsError, match="'first', which an engine that was restarted does not have"):
+                pair.submit()
+            assert client.weights.version == "default"
+            pair.replace_core(1)
+        await pair.control.update_weights(DIRECTORY, "2")
+        assert client.weights.versions == ["2", "2"]
+        with pair.submit() as job:
+            assert client.version_of(job.streams[0]) == "2"
+
+    run(check)
+
+
+def test_memory_that_one_engine_lacks_is_taken_by_none() -> None:
+    async def check(pair: Pair) -> None:
+        await pair.control.sleep(2, "keep")
+        await pair.control.wake_up(["weights"])
+        pair.cores[0].take(), pair.cores[1].take()
+        pair.cores[1].lacks_memory_for = WakeUp
+        for memories, given_back in ((["kv_cache"], ("kv_cache",)), (["weights", "kv_cache"], ("kv_cache",))):
+            with pytest.raises(OutOfMemoryError, match="engine 1: it lacks memory"):
+                await pair.control.wake_up(memories)  # type: ignore[arg-type]
+            for core in pair.cores:
+                woken, slept = core.actions
+                assert (woken, slept) == (WakeUp(("kv_cache",)), Sleep(2, given_back))
+                core.take()
+            assert pair.found() == (True, True, ASLEEP)
+        pair.cores[1].lacks_memory_for = None
+        await pair.control.wake_up(["kv_cache"])
+        assert pair.found() == (False, False, None)
+
+    run(check)
+
+
+def test_weights_that_one_engine_has_no_memory_for_are_the_others() -> None:
+    async def check(pair: Pair) -> None:
+        await pair.control.sleep(2, "keep")
+        pair.cores[1].lacks_memory_for = UseWeights
+        with pytest.raises(OutOfMemoryError):
+            await pair.control.update_weights(DIRECTORY, "1")
+        assert pair.found() == (True, True, ASLEEP)
+        await pair.control.wake_up(["weights", "kv_cache"])
+        assert (pair.client.weights.versions, pair.found()) == (["1", "default"], (False, False, None))
+        pair.cores[1].lacks_memory_for = None
+        await pair.control.update_weights(DIRECTORY, "1")
+        assert pair.client.weights.versions == ["1", "1"]
 
     run(check)

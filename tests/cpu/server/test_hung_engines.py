@@ -13,11 +13,12 @@ from strandline.records.events import Limits
 from strandline.records.messages import ENCODER as TO_FRONT_END
 from strandline.records.messages import TO_CORE, AskWhy, Explained, Submit
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
+from strandline.server.engines.engine_client import EngineClient, QueueFullError
 from strandline.server.engines.engine_link import EngineDeadError, EngineLink
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http import serving
 from strandline.text.frontend import Frontend
 

@@ -27,9 +27,10 @@ from strandline.records.messages import (
 )
 from strandline.records.pictures import Picture, PictureSpan, PlacedPicture
 from strandline.records.plan import NewRequest
-from strandline.server.engines.engine_client import EngineClient, Prompt
+from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.prompt import Prompt
 from strandline.text.frontend import Frontend
 from tests.cpu.device import picture_driver
 from tests.cpu.device.picture_driver import random_picture, text

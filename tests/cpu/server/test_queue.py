@@ -17,10 +17,11 @@ from strandline.records.pictures import Picture, PictureSpan, PlacedPicture
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.app import build_app
 from strandline.server.engines import engine_client
-from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
+from strandline.server.engines.engine_client import EngineClient, QueueFullError
 from strandline.server.engines.engine_control import EngineControl
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.prompt import Prompt
 from strandline.server.requests.service import Service
 from strandline.text.frontend import Frontend
 from strandline.text.structured import Grammars

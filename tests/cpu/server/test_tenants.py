@@ -16,9 +16,10 @@ from strandline.records.events import Limits, StepEvents, TokenEvent
 from strandline.records.messages import Stepped
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.config import ServerConfig
-from strandline.server.engines.engine_client import EngineClient, Prompt, QueueFullError
+from strandline.server.engines.engine_client import EngineClient, QueueFullError
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.prompt import Prompt
 from strandline.server.engines.request_observers import finish_reasons
 from strandline.server.engines.tenants import CURRENT_TENANT, KEYLESS, KeyLimits, RateLimitError, Tenant
 from strandline.server.http.gate import OWNER

@@ -13,7 +13,7 @@ import pytest
 from strandline import LLM, SamplingParams, StructuredOutputsParams
 from strandline.records.events import Limits
 from strandline.server.config import ServerConfig
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.launch import make_service
 from strandline.server.requests.output_parser import OutputFormat
 from strandline.server.requests.service import Service

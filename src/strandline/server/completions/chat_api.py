@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.transfer_params import TransferParams
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import EventStream, json_response, plain_events
 from strandline.server.requests.output_parser import OutputParser, chat_deltas, chat_finish_reason, chat_message

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from strandline.clock import SYSTEM_CLOCK
@@ -25,23 +25,21 @@ from strandline.records.messages import (
     Stepped,
     UnloadAdapter,
 )
-from strandline.records.pictures import PlacedPicture
 from strandline.records.transfer_params import TransferParams
 from strandline.server.engines.engine_link import CoreSocket, EngineLink, HangDetector, encode
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.engine_state import EngineState
+from strandline.server.engines.engine_weights import EngineWeights, StaleWeightsError, Weights
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
+from strandline.server.engines.prompt import Prompt
 from strandline.server.engines.request_observers import RequestObserver
 from strandline.server.engines.tenants import CURRENT_TENANT, KEYLESS, Tenant
 from strandline.text.frontend import CheckedParams, CheckedRequest, Frontend
 from strandline.text.output_streams import RequestStream
 from strandline.text.prompts import check_texts
-from strandline.text.remembered_answers import Recollection
 
 LOGGER: Final = logging.getLogger(__name__)
-FIRST_VERSION: Final = "default"
-"""What the weights are called that the server has started with, as in SGLang."""
 MAX_PIXEL_BYTES: Final = 8 * 2**30
 """Memory of the pictures of all unfinished requests, as an engine reads them."""
 
@@ -52,26 +50,6 @@ class PausedError(EngineError):
 
 class QueueFullError(RequestError):
     """Too many requests are queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt of the engine."""
-
-    token_ids: list[int]
-    text: str | None = None
-    marks: tuple[int, ...] = ()
-    """Token positions where a snapshot is requested."""
-    recollection: Recollection | None = field(default=None, compare=False)
-    """What it has to do with remembered answers; None: answers to it are not remembered."""
-    continued: str = ""
-    """The beginning of the answer, if the prompt ends with it and the output continues it."""
-    pictures: tuple[PlacedPicture, ...] = ()
-
-    @property
-    def num_pixel_bytes(self) -> int:
-        """Memory of its pictures."""
-        return sum(len(pixels) for pixels in {picture.digest: picture.pixels for _, picture in self.pictures}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +104,7 @@ class EngineClient:
         self.refusal: str | None = None
         """Why requests are refused; None: they are not."""
         self.state = EngineState()
-        self.weight_version = FIRST_VERSION
+        self.weights = EngineWeights(len(engines))
 
     # Jobs
 
@@ -151,6 +129,8 @@ class EngineClient:
         self.require_running()
         if self.refusal is not None:
             raise PausedError(self.refusal)
+        if not any(self._may_answer(engine) for engine in self.engines):
+            raise StaleWeightsError(self.weights.why_stale())
         wanted = params.params
         self.require_room(len(prompts) * wanted.n)
         check_texts(cache_salt=[salt], stop=wanted.stop_strings, bad_words=wanted.bad_words or ())
@@ -291,10 +271,29 @@ class EngineClient:
         for number, names in unfinished.items():
             self._finish(self.engines[number], names)
 
+    def _may_answer(self, engine: EngineLink) -> bool:
+        return engine.failure is None and self.weights.is_current(engine.number)
+
+    def change_weights(self, engines: Sequence[EngineLink], weights: Weights) -> None:
+        """Record that engines have changed their weights. The others get no requests until they do."""
+        self.weights.change([engine.number for engine in engines], weights)
+        self._follow_weights()
+
     def name_weights(self, version: str) -> None:
-        """Set what the weights in use are called."""
-        self.weight_version = version
-        self.metrics.show_weight_version(version)
+        """Rename the weights that requests are answered with."""
+        self.weights.rename(version)
+        self._follow_weights()
+
+    def version_of(self, stream: RequestStream) -> str:
+        """Return what the weights are called that an open request runs with."""
+        return self.weights.versions[self._requests[stream.request_id].engine.number]
+
+    def _follow_weights(self) -> None:
+        self.metrics.show_weight_versions(self.weights.versions)
+        if self._router is not None:
+            for engine in self.engines:
+                change = self._router.add if self._may_answer(engine) else self._router.remove
+                change(engine.number)
 
     def abort(self, names: Collection[str] | None = None) -> int:
         """End unfinished requests with what they have generated so far; return how many.
@@ -330,8 +329,8 @@ class EngineClient:
         if engine.failure is not None:
             return
         engine.fail(reason)
-        if self._router is not None:
-            self._router.remove(engine.number)
+        self.weights.restart(engine.number)
+        self._follow_weights()
         jobs = {x.job for name, x in self._requests.items() if x.engine is engine and name in self.frontend.requests}
         self.num_jobs_failed += len(jobs)
         for job in jobs:
@@ -347,14 +346,14 @@ class EngineClient:
     def reconnect(self, engine: EngineLink, socket: CoreSocket, limits: Limits, heartbeat: HangDetector) -> None:
         """Use a new process of an engine, as paused or asleep as the others; all jobs of the old one have failed."""
         engine.reconnect(socket, limits, heartbeat)
-        self.name_weights(FIRST_VERSION)  # it has read the model's own
         for action in self.state.actions():
             engine.send(encode(Control(0, action)))
         for adapter in self._adapters.values():
             engine.send(encode(LoadAdapter(0, adapter.name, adapter.path)))
         self.frontend.limits = least_limits(self.engines)
-        if self._router is not None:
-            self._router.add(engine.number)
+        self._follow_weights()
+        if not self._may_answer(engine):
+            LOGGER.warning("%s gets no requests: %s", engine.name, self.weights.why_stale())
 
     @property
     def first_adapters(self) -> tuple[LoadedAdapter, ...]:

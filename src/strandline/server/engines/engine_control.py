@@ -1,7 +1,7 @@
 """Pauses, sleep and new weights of all engines of a server, and how requests are handled meanwhile."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Final, get_args
@@ -28,7 +28,8 @@ from strandline.records.control import (
     refusal_of,
 )
 from strandline.server.engines.engine_client import EngineClient
-from strandline.server.engines.engine_link import EngineDeadError
+from strandline.server.engines.engine_link import EngineDeadError, EngineLink
+from strandline.server.engines.engine_weights import Weights
 
 DRAIN_S: Final = 0.02
 """How often to look whether the last request has ended."""
@@ -72,7 +73,7 @@ class EngineControl:
     @property
     def weight_version(self) -> str:
         """What the weights in use are called."""
-        return self._client.weight_version
+        return self._client.weights.version
 
     async def pause(self, mode: PauseMode, *, clears: bool | None) -> None:
         """Run no step until ``resume``.
@@ -142,7 +143,7 @@ class EngineControl:
             lent = [memory for memory in MEMORIES if memory in memories and memory in self._state.given_back]
             try:
                 for memory in lent:
-                    await self._take(memory, WakeUp((memory,)))
+                    await self._take(memory)
             except OutOfMemoryError:
                 self._state.given_back.update(lent)
                 with suppress(RequestError, EngineError):
@@ -176,9 +177,11 @@ class EngineControl:
 
         Raises:
             RequestError: they cannot be read, or are not the model's. The engines go on as before.
+            OutOfMemoryError: an engine has too little memory for them. It stays asleep if it was, or goes on as before.
         """
         async with self._turn:
             self._require(PrepareWeights(path))
+            asked = {engine: engine.num_restarts for engine in self._running}
             try:
                 await self._apply(PrepareWeights(path))
             except (RequestError, EngineError):
@@ -190,8 +193,7 @@ class EngineControl:
             try:
                 await self._pause("abort" if aborts else "keep", clears=False)
                 self._state.was_reset = True
-                await self._take("weights", UseWeights(new_epoch()))
-                self._client.name_weights(version)
+                await self._use_weights(asked, version)
                 is_woken = before is Activity.ASLEEP and not self.is_sleeping
                 if is_woken or before is Activity.RUNNING:
                     after = Activity.PAUSED if stays_paused else Activity.RUNNING
@@ -231,12 +233,38 @@ class EngineControl:
         while len(self._client.frontend):
             await asyncio.sleep(DRAIN_S)
 
-    async def _take(self, memory: Memory, action: WakeUp | UseWeights) -> None:
+    async def _take(self, memory: Memory) -> None:
         """Have all engines take memory again. One that is restarted meanwhile has it, and is not to give it back."""
         self._state.being_taken = memory
         try:
-            if all(await self._apply(action)):
+            if all(await self._apply(WakeUp((memory,)))):
                 self._state.given_back.discard(memory)
+        finally:
+            self._state.being_taken = None
+
+    async def _use_weights(self, asked: Mapping[EngineLink, int], version: str) -> None:
+        """Have engines use the weights that they have prepared, and record which do.
+
+        Args:
+            asked: engines that were to prepare them, and how often they had been restarted then. Those that have been
+                restarted since have the model's own weights.
+        """
+        prepared = self._not_restarted(asked)
+        others = [engine for engine in self._running if engine not in prepared]
+        weights = Weights(new_epoch(), version)
+        self._state.being_taken = "weights"
+        try:
+            answers = await self._ask(UseWeights(weights.epoch), prepared)
+            answered = {engine for engine, answer in zip(prepared, answers, strict=True) if answer is True}
+            used = [engine for engine in self._not_restarted(asked) if engine in answered]
+            if used:
+                self._client.change_weights(used, weights)
+            _raise_first(answers)
+            if not used:
+                raise EngineError("every engine has ended before it could use the weights: send them again")
+            if self.is_sleeping:
+                await self._ask(WakeUp(("weights",)), others)
+            self._state.given_back.discard("weights")
         finally:
             self._state.being_taken = None
 
@@ -273,13 +301,29 @@ class EngineControl:
             EngineError: an engine does not answer, or all have exited.
         """
         self._client.require_running()
-        running = [engine for engine in self._client.engines if engine.failure is None]
-        answers = await asyncio.gather(*(engine.control(action) for engine in running), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
-                raise answer
+        answers = await self._ask(action, self._running)
+        _raise_first(answers)
         self._client.require_running()
         return [answer for answer in answers if isinstance(answer, bool)]
+
+    @property
+    def _running(self) -> list[EngineLink]:
+        return [engine for engine in self._client.engines if engine.failure is None]
+
+    def _not_restarted(self, asked: Mapping[EngineLink, int]) -> list[EngineLink]:
+        """Return the engines that still run, of those that had been restarted so often."""
+        return [engine for engine in self._running if asked.get(engine) == engine.num_restarts]
+
+    async def _ask(self, action: Action, engines: Sequence[EngineLink]) -> list[bool | BaseException]:
+        """Have engines do what is asked; return what each returns or raises."""
+        return await asyncio.gather(*(engine.control(action) for engine in engines), return_exceptions=True)
+
+
+def _raise_first(answers: Sequence[bool | BaseException]) -> None:
+    """Raise the first error among answers, but for those of engines that have died: they are restarted."""
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+            raise answer
 
 
 def pause_mode(given: str) -> PauseMode:

@@ -96,6 +96,7 @@ class EngineLink:
         self.limits = limits
         self.failure: str | None = None
         """Why the engine has exited; None while it runs."""
+        self.num_restarts = 0
         self._advice = advice
         self._socket = socket
         self._heartbeat = heartbeat
@@ -111,6 +112,7 @@ class EngineLink:
         self._heartbeat = heartbeat
         self.limits = limits
         self.failure = None
+        self.num_restarts += 1
         self._sent_pictures.clear()
 
     def fail(self, reason: str) -> None:

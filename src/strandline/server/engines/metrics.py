@@ -71,8 +71,8 @@ class Metrics:
     def __init__(self, model_name: str, num_engines: int = 1) -> None:
         self._registry = CollectorRegistry()
         self._core = _CoreMetrics(model_name)
-        self._model_name, self._num_engines = model_name, num_engines
-        text = "1 for the version of the weights in use."
+        self._model_name = model_name
+        text = "1 for the version of an engine's weights."
         self._weights = Gauge(
             PREFIX + "weight_version_info", text, (*LABELS, "weight_version"), registry=self._registry
         )
@@ -81,10 +81,10 @@ class Metrics:
         self._registry.register(gaps)
         self._engines = [_RequestMetrics(families, gaps, model_name, engine) for engine in range(num_engines)]
 
-    def show_weight_version(self, version: str) -> None:
-        """Show what the weights in use are called."""
+    def show_weight_versions(self, versions: Sequence[str]) -> None:
+        """Show what the weights of each engine are called."""
         self._weights.clear()
-        for engine in range(self._num_engines):
+        for engine, version in enumerate(versions):
             self._weights.labels(self._model_name, str(engine), version).set(1)
 
     def observe(self, stream: RequestStream, now_s: float, engine: int = 0) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.gate import own_name
 from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import EventStream, json_response, plain_events
@@ -142,7 +142,8 @@ class Generation:
         """Return the complete response."""
         with self.job:
             [delta] = await self.job.whole()
-        [stream] = self.job.streams
+            [stream] = self.job.streams
+            version = self._service.client.version_of(stream)
         wants_prompt = self._body.sampling_params.prompt_logprobs is not None
         return {
             **self._head,
@@ -150,7 +151,7 @@ class Generation:
             "usage": self._usage(),
             "prompt_logprobs": prompt_logprobs(stream, self._num_prompt_top) if wants_prompt else None,
             "prompt_token_ids": list(stream.prompt_ids),
-            "weight_version": self._service.client.weight_version,
+            "weight_version": version,
             **handed_over(self.job.streams),
         }
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from strandline.errors import EngineError, OutOfMemoryError, PromptTooLongError, RequestError, cause_of
 from strandline.server.engines.engine_client import PausedError, QueueFullError
 from strandline.server.engines.engine_link import EngineDeadError, RequestTimeoutError
+from strandline.server.engines.engine_weights import StaleWeightsError
 from strandline.server.engines.jobs import NoTokenError, OutputFailedError
 from strandline.server.engines.tenants import RateLimitError
 from strandline.server.http.body_faults import fault_of
@@ -164,6 +165,8 @@ def status_of(error: RequestError | EngineError) -> tuple[int, str | None]:
             return 400, None
         case PausedError():
             return 503, "paused"
+        case StaleWeightsError():
+            return 503, "stale_weights"
         case OutOfMemoryError():
             return 503, "out_of_memory"
         case EngineDeadError():

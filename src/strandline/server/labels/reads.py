@@ -14,7 +14,7 @@ from fastapi import Request
 from strandline.errors import RequestError
 from strandline.records.outputs import Logprob
 from strandline.records.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.request_ids import unique_id
 from strandline.server.labels.questions import SPELLINGS, YES_OR_NO, Question, Reading
 from strandline.server.requests.service import Salt, Service

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from strandline.errors import RequestError
 from strandline.records.outputs import OutputDelta, RequestDelta
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.gate import owner_of
 from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import (

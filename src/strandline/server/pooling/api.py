@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from strandline.errors import EngineError, RequestError
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.request_ids import unique_id
 from strandline.server.http.sse import json_response
 from strandline.server.requests.request_bodies import Objects, Prompts, Whole, check_extra, truncation_of

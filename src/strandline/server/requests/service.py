@@ -22,8 +22,9 @@ from strandline.records.pictures import Picture
 from strandline.records.sampling_params import SamplingParams, StructuredOutputsParams
 from strandline.records.transfer_params import NAME as TRANSFER_PARAMS
 from strandline.records.transfer_params import TransferParams, read_transfer_params
-from strandline.server.engines.engine_client import EngineClient, Prompt
+from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.jobs import Job
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.error_responses import UnknownModelError
 from strandline.server.http.gate import salt_of
 from strandline.server.requests.adapters import Adapters

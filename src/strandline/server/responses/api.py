@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from strandline.errors import EngineError, RequestError
 from strandline.records.outputs import OutputDelta
 from strandline.records.sampling_params import SamplingParams
-from strandline.server.engines.engine_client import Prompt
+from strandline.server.engines.prompt import Prompt
 from strandline.server.http.error_responses import UnknownPreviousResponseError, UnknownResponseError, status_of
 from strandline.server.http.gate import owner_of
 from strandline.server.http.request_ids import unique_id
