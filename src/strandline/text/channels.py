@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from strandline.text.segments import Segment, SegmentKind, content, split_at_tag
+from strandline.text.segments import Segment, SegmentKind, split_at_tag, verbatim
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 CALL: Final = "<|call|>"
@@ -89,8 +89,8 @@ class ChannelParser:
         if self._header is None and self._kind is not None and text:
             if self._separator:
                 segments.append(Segment(self._kind, self._separator))
-            is_content = self._kind is SegmentKind.CONTENT
-            segments.append(content(text, end) if is_content else Segment(self._kind, text))
+            is_reasoning = self._kind is SegmentKind.REASONING
+            segments.append(Segment(self._kind, text) if is_reasoning else verbatim(self._kind, text, end))
             self._written.add(self._kind)
             self._separator = ""
 
@@ -110,7 +110,7 @@ class ChannelParser:
         """Begin the message that follows a header, which ends at a character of the answer."""
         function, channel = FUNCTION.search(header), NAME.search(header)
         if function is not None and self._takes_calls:
-            segments.append(Segment(SegmentKind.CALL, function[1]))
+            segments.append(verbatim(SegmentKind.CALL, function[1], end - len(header) + function.end(1)))
             self._kind, self._separator = SegmentKind.ARGUMENTS, ""
         elif function is not None:
             self._begin(SegmentKind.CONTENT)

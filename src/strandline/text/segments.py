@@ -32,7 +32,9 @@ class Segment:
     call_id: str | None = None
     """The id that the model gave a call, if its format has one."""
     spans: tuple[Span, ...] = field(default=(), compare=False)
-    """The characters of the parsed text that content was read from, in ascending order; only of content."""
+    """The characters of the parsed text that it was read from, in ascending order. Reasoning has none, and calls have
+    some only where the parser that finds reasoning also finds calls.
+    """
 
     def shifted(self, num_characters: int) -> "Segment":
         """Return the segment with spans that begin this many characters later."""
@@ -56,7 +58,12 @@ class Segment:
 
 def content(text: str, end: int) -> Segment:
     """Return content that ends at a character of the parsed text and stands there as it is."""
-    return Segment(SegmentKind.CONTENT, text, None, ((end - len(text), end),) if text else ())
+    return verbatim(SegmentKind.CONTENT, text, end)
+
+
+def verbatim(kind: SegmentKind, text: str, end: int) -> Segment:
+    """Return a segment that ends at a character of the parsed text and stands there as it is."""
+    return Segment(kind, text, None, ((end - len(text), end),) if text else ())
 
 
 class SegmentParser(Protocol):

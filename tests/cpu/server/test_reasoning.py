@@ -119,6 +119,40 @@ def test_reasoning_is_in_both_fields_or_left_out(json_server: ServerProcess) -> 
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (QUESTION, "It is.\nQuestion: blue."),
+        ("It is.", "It is."),
+        ("<think>\nIt", ""),
+        (CALL.removesuffix("\n</think>"), CALL[CALL.index("<tool_call>") : CALL.index("\n</think>")]),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}, {"echo": True}])
+def test_reasoning_that_is_left_out_has_no_logprobs(
+    json_server: ServerProcess, text: str, shown: str, more: dict[str, Any]
+) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "logprobs": True}
+    body |= {"structured_outputs": {"choice": [text]}, "tools": [{"type": "function", "function": READ}]}
+    if "echo" in more:
+        body["messages"].append({"role": "assistant", "content": "It"})
+        body |= {"add_generation_prompt": False, "continue_final_message": True}
+        shown = text  # a continued answer opens no reasoning
+    body |= more
+    [whole] = json_server.post("/v1/chat/completions", **body).json()["choices"]
+    assert told(whole["logprobs"]["content"]).startswith(text)
+    body["include_reasoning"] = False
+    [whole] = json_server.post("/v1/chat/completions", **body).json()["choices"]
+    assert told(whole["logprobs"]["content"]) == shown
+    found = [event["choices"][0]["logprobs"] for event in events(json_server, "/v1/chat/completions", **body)]
+    assert told([entry for logprobs in found if logprobs for entry in logprobs["content"]]) == shown
+
+
+def told(entries: list[dict[str, Any]]) -> str:
+    """Return the text of tokens with log-probabilities."""
+    return bytes(value for entry in entries for value in entry["bytes"]).decode()
+
+
 def test_flag_names_the_field_of_the_reasoning(tmp_path: Path) -> None:
     model = save_chat_model(tmp_path / "model", "{{ messages[0].content }}<think>")
     with running_server(model, tmp_path / "log", "--reasoning-field", "reasoning") as server:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strandline.errors import RequestError
+from strandline.server.requests.text_logprobs import TextLogprobs
 from strandline.server.responses.custom_input import CustomInput
 from strandline.server.responses.history import History
 from strandline.server.responses.items import Items
 from strandline.server.responses.reasoning_seal import ReasoningSeal
-from strandline.server.responses.text_logprobs import TextLogprobs
 from strandline.server.responses.tools import DeclaredTools, ToolName
 from strandline.text.segments import Segment, SegmentKind
 

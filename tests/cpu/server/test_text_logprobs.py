@@ -13,9 +13,9 @@ from strandline.records.outputs import Logprob, OutputDelta
 from strandline.records.plan import TokenLogprobs
 from strandline.records.sampling_params import SamplingParams
 from strandline.server.requests.output_parser import CHANNELS, OutputFormat, OutputParser
+from strandline.server.requests.text_logprobs import TextLogprobs
 from strandline.server.requests.usage_and_logprobs import Json
 from strandline.server.responses.items import Items
-from strandline.server.responses.text_logprobs import TextLogprobs
 from strandline.server.responses.tools import ToolName
 from strandline.text.frontend import Frontend
 from strandline.text.token_bytes import TokenBytes

@@ -17,6 +17,7 @@ from strandline.server.requests.output_parser import OutputParser, chat_deltas, 
 from strandline.server.requests.request_bodies import ChatBody, sent_as
 from strandline.server.requests.routed_experts import routed_experts
 from strandline.server.requests.service import Salt, Service
+from strandline.server.requests.text_logprobs import TextLogprobs
 from strandline.server.requests.tools import Toolbox, toolbox
 from strandline.server.requests.usage_and_logprobs import (
     Json,
@@ -63,6 +64,7 @@ class Chat:
         given = ("", box.schemas) if self._echo else (prompt.text or "", box.schemas, prompt.continued)
         self._parsers = [service.output_format.parser(*given) for _ in range(params.params.n)]
         self._is_echoed = [not self._echo for _ in self._parsers]
+        self._shown_logprobs = [TextLogprobs(self._num_top, self._token_name) for _ in self._parsers]
         self._token_ids: list[list[int]] = [[] for _ in self._parsers]
         """Token ids of each output that have not been sent yet."""
         self.job = service.submit(str(self._head["id"]), [prompt], params, salt, transfer)
@@ -75,13 +77,11 @@ class Chat:
         for output, parser in zip(delta.outputs, self._parsers, strict=True):
             self._feed(output, parser)
             parser.finish()
-            entries = output.logprobs or []
-            logprobs = chat_logprobs(entries, self._num_top, name=self._token_name) if self._body.logprobs else None
             choices.append(
                 {
                     "index": output.index,
                     "message": chat_message(parser, self._reasoning_fields),
-                    "logprobs": logprobs,
+                    "logprobs": self._logprobs(output, parser),
                     "finish_reason": chat_finish_reason(parser, output.finish_reason),
                     "stop_reason": output.stop_reason,
                     **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
@@ -124,20 +124,21 @@ class Chat:
         if not output.is_visible:
             return []
         is_end = output.finish_reason is not None
-        entries = output.logprobs
         segments = self._feed(output, parser)
         segments = merge_segments([*segments, *parser.finish()] if is_end else segments)
         found = chat_deltas(parser, segments, self._reasoning_fields)
         wants_ids = bool(self._body.return_token_ids)
+        logprobs = self._logprobs(output, parser)
+        has_logprobs = logprobs is not None and bool(logprobs["content"])
         if not found:
-            if not (is_end or entries or wants_ids):
+            if not (is_end or has_logprobs or wants_ids):
                 return []
-            found = [{"content": ""} if entries else {}]
+            found = [{"content": ""} if has_logprobs else {}]
         choices: list[Json] = [
             {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
             for delta in found
         ]
-        choices[0]["logprobs"] = chat_logprobs(entries, self._num_top, name=self._token_name) if entries else None
+        choices[0]["logprobs"] = logprobs if has_logprobs else None
         choices[-1]["finish_reason"] = chat_finish_reason(parser, output.finish_reason)
         choices[-1]["stop_reason"] = output.stop_reason
         if wants_ids:
@@ -152,6 +153,18 @@ class Chat:
             self._is_echoed[output.index] = True
             segments += parser.feed(self._echo)
         return segments + parser.feed(output.text, output.call_marks)
+
+    def _logprobs(self, output: OutputDelta, parser: OutputParser) -> Json | None:
+        """Return the log-probabilities of an output's new tokens, but not of reasoning that the client does not get."""
+        if not self._body.logprobs:
+            return None
+        if self._body.include_reasoning:
+            return chat_logprobs(output.logprobs or [], self._num_top, name=self._token_name)
+        shown = self._shown_logprobs[output.index]
+        shown.add(output)
+        spans, parser.shown = parser.shown, []
+        offset = len(self._echo)
+        return {"content": shown.take([(start - offset, end - offset) for start, end in spans]), "refusal": None}
 
     def _routed_experts(self, index: int) -> Json:
         if self._routing_shape is None:

@@ -11,7 +11,7 @@ from strandline.reasoning_config import CLOSE, OPEN
 from strandline.records.reasoning_rules import CallTag, ReasoningRules
 from strandline.text.channels import CHANNEL, TAGS, ChannelParser
 from strandline.text.reasoning import StrayClose, ThinkParser
-from strandline.text.segments import Segment, SegmentKind, content, merge_segments
+from strandline.text.segments import Segment, SegmentKind, Span, content, merge_segments
 from strandline.text.tool_calls import Schemas, ToolCallParser
 from strandline.text.tool_formats import ALIASES, TOOL_FORMATS, find_tool_format, tool_format
 
@@ -145,6 +145,8 @@ class OutputParser:
         self.reasoning = ""
         self.content = ""
         self.calls: list[ToolCall] = []
+        self.shown: list[Span] = []
+        """The characters of the output that content and calls were read from, in ascending order."""
         self._think = think
         self._tools = tools
         self._stray_close = StrayClose()
@@ -157,17 +159,23 @@ class OutputParser:
         Args:
             marks: the characters of the text at which a special token opens a call.
         """
-        return self._keep(self._split_calls(self._split_reasoning(text, marks)))
+        return self._keep(self._split_calls(self._show(self._split_reasoning(text, marks))))
 
     def finish(self) -> list[Segment]:
         """End the output; return the segments that were held back."""
-        segments = self._split_calls(self._think.finish()) if self._think is not None else []
+        segments = self._split_calls(self._show(self._think.finish())) if self._think is not None else []
         segments += self._drop_stray_close(self._tools.finish()) if self._tools is not None else []
         return self._keep([*segments, *self._stray_close.finish()])
 
     def _split_reasoning(self, text: str, marks: Collection[int]) -> list[Segment]:
         self._num_fed += len(text)
         return self._think.feed(text, marks) if self._think is not None else [content(text, self._num_fed)]
+
+    def _show(self, segments: list[Segment]) -> list[Segment]:
+        for start, end in (span for segment in segments for span in segment.spans):
+            is_next = bool(self.shown) and self.shown[-1][1] == start
+            self.shown.append((self.shown.pop()[0] if is_next else start, end))
+        return segments
 
     def _split_calls(self, segments: list[Segment]) -> list[Segment]:
         if self._tools is None:

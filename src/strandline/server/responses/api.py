@@ -33,13 +33,13 @@ from strandline.server.requests.request_bodies import (
 from strandline.server.requests.response_store import ResponseStore
 from strandline.server.requests.service import Salt, Service
 from strandline.server.requests.structured_fields import structure_of
+from strandline.server.requests.text_logprobs import TextLogprobs
 from strandline.server.requests.usage_and_logprobs import Json, cache_account, draft_counts
 from strandline.server.responses.diagnostics import CacheOptions, Comparison
 from strandline.server.responses.history import COMPACTIONS, History
 from strandline.server.responses.input_items import read_items, with_ids
 from strandline.server.responses.items import Items
 from strandline.server.responses.reasoning_seal import ReasoningSeal
-from strandline.server.responses.text_logprobs import TextLogprobs
 from strandline.server.responses.tools import DeclaredTools
 from strandline.text.frontend import CheckedParams
 from strandline.text.picture_placeholders import PicturePlaceholders

@@ -5,9 +5,9 @@ from copy import deepcopy
 from typing import Final
 from uuid import uuid4
 
+from strandline.server.requests.text_logprobs import TextLogprobs
 from strandline.server.requests.usage_and_logprobs import Json
 from strandline.server.responses.custom_input import CustomInput
-from strandline.server.responses.text_logprobs import TextLogprobs
 from strandline.server.responses.tools import SEARCH, ToolName
 from strandline.text.json_calls import parse_json
 from strandline.text.segments import Segment, SegmentKind

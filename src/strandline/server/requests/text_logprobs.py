@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from strandline.records.outputs import OutputDelta
-from strandline.server.requests.usage_and_logprobs import Entry, Json, chat_logprobs
+from strandline.server.requests.usage_and_logprobs import Entry, Json, TokenName, chat_logprobs, text_name
 
 
 @dataclass(slots=True)
@@ -28,11 +28,13 @@ class TextLogprobs:
     that make no characters.
 
     Args:
-        num_top: most likely tokens per position.
+        num_top: most likely tokens per position; None: all that are reported, and the sampled one.
+        name: how tokens are named.
     """
 
-    def __init__(self, num_top: int) -> None:
+    def __init__(self, num_top: int | None, name: TokenName = text_name) -> None:
         self._num_top = num_top
+        self._name = name
         self._waiting: deque[Tokens] = deque()
 
     def add(self, output: OutputDelta) -> None:
@@ -69,5 +71,5 @@ class TextLogprobs:
                 if tokens.end is None or tokens.end > end:
                     break
                 self._waiting.popleft()
-        content: list[Json] = chat_logprobs(found, self._num_top)["content"]
+        content: list[Json] = chat_logprobs(found, self._num_top, name=self._name)["content"]
         return content
