@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 ENCODING: Final = "utf-8-sig"
 """UTF-8 whose byte order mark, if there is one, is left out."""
@@ -65,9 +65,15 @@ def argument_text(argument: str) -> str:
 def open_standard_streams() -> None:
     """Let the standard streams transfer every text, whatever the locale.
 
+    Streams that the parent process has closed are opened on the null device: they read as empty, and what is written is
+    discarded. Otherwise a file that is opened later takes such a stream's descriptor, and child processes write to it.
+
     Bytes of standard input that are no text become surrogates, which are refused later; characters that standard output
     has no bytes for are written as escapes, as they are on standard error.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
+        if getattr(sys, name) is None:
+            setattr(sys, name, _null_stream(mode))
     if isinstance(sys.stdin, TextIOWrapper):
         name = lookup(sys.stdin.encoding).name
         encoding = ENCODING if name in ("ascii", "utf-8") else name
@@ -75,3 +81,10 @@ def open_standard_streams() -> None:
             sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape", newline=None)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _null_stream(mode: str) -> IO[str]:
+    """Open the null device at the lowest free descriptor, for child processes too, and return it as a stream."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    os.set_inheritable(descriptor, True)
+    return open(descriptor, mode, encoding="utf-8", errors="backslashreplace")

@@ -53,6 +53,34 @@ def test_traces_have_marks_and_windows_line_ends(tmp_path: Path, name: str) -> N
     assert len(read_trace(tmp_path / name)) == 2
 
 
+SHOW_STREAMS = """
+from strandline.text_input import open_standard_streams
+import os, subprocess, sys
+open_standard_streams()
+assert sys.stdin.read() == "" and not sys.stdin.isatty()
+print("written", chr(0xDC80), file=sys.stdout, flush=True)
+print("written", chr(0xDC80), file=sys.stderr, flush=True)
+names = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+shown = subprocess.run(["readlink", *(f"/proc/self/fd/{number}" for number in range(3))], stdout=subprocess.PIPE)
+assert shown.stdout.decode().split()[::2] == names[::2], (shown, names)
+sys.exit(sum(2**number for number, name in enumerate(names) if name == os.devnull))
+"""
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 1), (">&-", 2), ("2>&-", 4), ("<&- >&- 2>&-", 7)])
+def test_closed_standard_streams_are_empty_and_stay_reserved(closed: str, code: int) -> None:
+    given = "" if "<" in closed else "printf '' | "
+    command = [*("sh", "-c"), f'{given}"$0" -c "$1" {closed}', sys.executable, SHOW_STREAMS]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == code
+
+
+def test_generate_without_standard_input_has_no_prompt() -> None:
+    command = ["sh", "-c", '"$0" -m strandline generate <&-', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("strandline: error: there is no prompt: pass one as an argument or on standard input\n")
+
+
 @pytest.mark.parametrize(
     "locale",
     [
