@@ -14,6 +14,7 @@ from strandline.server.cache_page import add_cache_page
 from strandline.server.completions.chat_api import chat
 from strandline.server.completions.completions_api import complete
 from strandline.server.generate.api import AbortBody, GenerateBody, abort, generate
+from strandline.server.http.absolute_targets import AbsoluteTargets
 from strandline.server.http.cross_origin_access import CrossOriginAccess
 from strandline.server.http.error_responses import ERRORS, add_error_handlers
 from strandline.server.http.gate import Gate
@@ -92,6 +93,7 @@ def build_app(service: Service, options: AppOptions | None = None) -> FastAPI:
         app.add_middleware(TraceContext)
     app.add_middleware(HostCheck, allowed=options.allowed_hosts)
     app.add_middleware(TrailingSlashes)
+    app.add_middleware(AbsoluteTargets)
     app.add_middleware(RequestIds, headers=options.id_headers)
     return app
 

@@ -223,5 +223,23 @@ def test_absolute_target_does_not_pass_for_a_local_host(server: ServerProcess) -
     for host in ("localhost", "evil.example"):
         target = "http://evil.example/cache/state"
         status, answer = server.raw(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n{CLOSE}".encode())
-        assert status == (404 if host == "localhost" else 403)
+        assert status == 403
         assert "shows_text" not in answer
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost/v1/models", 200),
+        ("HTTP://127.0.0.1:8000/v1/models/?a=http://b/c", 200),
+        ("https://localhost", 200),
+        ("http://localhost/v1%2Fmodels", 200),
+        ("http://localhost/http://localhost/v1/models", 404),
+        ("http://user@localhost/v1/models", 403),
+        ("http:///v1/models", 403),
+    ],
+)
+def test_absolute_target_names_host_and_path(server: ServerProcess, target: str, status: int) -> None:
+    for host in ("localhost", "evil.example"):
+        answer = server.raw(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n{CLOSE}".encode())
+        assert answer[0] == status, answer

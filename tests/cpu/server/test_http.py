@@ -121,11 +121,21 @@ def test_prompt_beyond_the_context_has_its_own_code(server: ServerProcess, promp
         assert "raise --max-model-len" in error["message"]
 
 
-def test_compressed_body_gets_400_naming_the_header(server: ServerProcess) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_compressed_body_gets_415_naming_the_header(server: ServerProcess, path: str) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    answer = http_post(f"{server.url}/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
-    assert answer.status_code == 400
-    assert "send it without Content-Encoding: gzip" in answer.json()["error"]["message"]
+    answer = http_post(server.url + path, content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+    assert (answer.status_code, answer.headers["Accept-Encoding"]) == (415, "identity")
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] == "the body has Content-Encoding: gzip; send it without an encoding"
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity", ""])
+def test_body_without_an_encoding_may_say_so(server: ServerProcess, encoding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    assert http_post(f"{server.url}/v1/completions", content=body, headers=headers).status_code == 200
 
 
 def test_parameter_of_a_path_is_named_in_errors(server: ServerProcess) -> None:

@@ -225,8 +225,7 @@ async def _http(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed for {path[:200]}; use {allowed}"
     elif status == 400 and isinstance(error.__cause__, Exception):
-        encoding = request.headers.get("content-encoding", "identity")
-        message = f"the body cannot be parsed: {_unparsed(error.__cause__, encoding)}"
+        message = f"the body cannot be parsed: {_unparsed(error.__cause__)}"
     return error_response(path, status, message, headers=error.headers)
 
 
@@ -254,9 +253,7 @@ def _below(path: str, texts: Mapping[str, str]) -> str | None:
     return next((text for each, text in texts.items() if f"{path}/".startswith(f"{each}/")), None)
 
 
-def _unparsed(cause: Exception, encoding: str) -> str:
-    if encoding != "identity":
-        return f"send it without Content-Encoding: {encoding[:100]}"
+def _unparsed(cause: Exception) -> str:
     match cause:
         case RecursionError():
             return "it is nested too deeply"

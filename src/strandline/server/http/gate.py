@@ -1,4 +1,4 @@
-"""Middleware that checks API keys and the size of bodies."""
+"""Middleware that checks API keys, and the size and the encoding of bodies."""
 
 import hmac
 from collections.abc import Mapping
@@ -14,6 +14,8 @@ from strandline.server.http.error_responses import error_response
 OPEN_PATHS: Final = frozenset({"/", "/health", "/version", "/metrics", "/load", "/cache"})
 """Paths without a key: the list of paths, health checks, metrics, the load, and the cache page, which prompts for the
 key."""
+
+MAX_SHOWN: Final = 100
 
 KEY_SALT: Final = "strandline.key_salt"
 """The scope's field for the prefix of the key's salts."""
@@ -69,6 +71,12 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+            await refusal(scope, receive, send)
+            return
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.strip().lower() not in ("", "identity"):
+            message = f"the body has Content-Encoding: {encoding[:MAX_SHOWN]}; send it without an encoding"
+            refusal = error_response(scope["path"], 415, message, headers={"Accept-Encoding": "identity"})
             await refusal(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
