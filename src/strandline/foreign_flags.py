@@ -23,6 +23,15 @@ _SPECULATION: Final = "use --speculative-config"
 _LOADING: Final = "not needed: weights are read from safetensors in parallel"
 _LOG: Final = "use --log-level and --log-format"
 _PIPELINE: Final = "pipeline parallelism is not supported yet"
+_CONTEXT: Final = "not supported; use --tensor-parallel-size"
+_BALANCING: Final = "not needed: the server routes requests to the engines of --data-parallel-size"
+_EMBEDDINGS: Final = "prompts are texts, tokens and pictures, not embeddings"
+_CLASSES: Final = "parts of the engine cannot be replaced"
+_CONFIG: Final = "config.json is read from the model's directory"
+_METRICS: Final = "/metrics always has all metrics, which docs/server.md lists"
+_TRANSFER: Final = "use --kv-transfer-config"
+_ROOT_PATH: Final = "have the proxy remove the path"
+_CUSTOM_LOGITS: Final = "not supported; grammars, logit_bias and allowed_token_ids limit tokens"
 
 FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     # Of both.
@@ -60,7 +69,7 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--mm-processor-kwargs": "use --max-image-tokens to limit the size of pictures",
     "--disable-log-requests": _LOGGING,
     "--disable-log-stats": "not needed: statistics are in /metrics, not in the log",
-    "--root-path": "have the proxy remove the path",
+    "--root-path": _ROOT_PATH,
     "--config": "give the flags themselves",
     "--hf-token": "set HF_TOKEN",
     "--hf-overrides": "change the model's config.json",
@@ -103,18 +112,26 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--max-num-partial-prefills": "use --long-prefill-token-threshold, the share of long prompts in a step",
     "--max-long-partial-prefills": "use --long-prefill-token-threshold, the share of long prompts in a step",
     "--disable-sliding-window": "not needed: layers with windows keep their windows alone",
-    "--decode-context-parallel-size": "not supported; use --tensor-parallel-size",
+    "--decode-context-parallel-size": _CONTEXT,
+    "--prefill-context-parallel-size": _CONTEXT,
+    "-dcp": _CONTEXT,
+    "-pcp": _CONTEXT,
     "--lora-dtype": "adapters are computed in --dtype",
     "-q": "quantised weights are detected in the model's files",
     "-pp": _PIPELINE,
     "--data-parallel-address": _ONE_MACHINE,
     "--data-parallel-backend": _ONE_MACHINE,
     "--data-parallel-rank": _ONE_MACHINE,
+    "--data-parallel-size-local": _ONE_MACHINE,
+    "--data-parallel-start-rank": _ONE_MACHINE,
+    "--data-parallel-external-lb": _BALANCING,
+    "--data-parallel-hybrid-lb": _BALANCING,
     "--headless": _ONE_MACHINE,
     "--master-addr": _ONE_MACHINE,
     "--enable-dbo": _EXPERTS,
     "--enable-eplb": _EXPERTS,
     "--all2all-backend": _EXPERTS,
+    "-ep": _EXPERTS,
     "--kv-sharing-fast-prefill": _NOT_NEEDED,
     "--preemption-mode": "a preempted request keeps its state",
     "--disable-frontend-multiprocessing": "the HTTP process and the engine are always separate",
@@ -123,7 +140,7 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--convert": "not needed: one server generates, scores and embeds",
     "--pooler-config": "not needed: one server generates, scores and embeds",
     "--middleware": "have a proxy do it",
-    "--logits-processors": "not supported; grammars, logit_bias and allowed_token_ids limit tokens",
+    "--logits-processors": _CUSTOM_LOGITS,
     "--tool-server": "not supported; clients run the tools",
     "--mm-processor-cache-gb": "not needed: pictures that hit are not encoded again",
     "--mm-encoder-tp-mode": "not needed: the vision tower is chosen for the ranks",
@@ -132,6 +149,35 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--max-log-len": "prompts are never logged",
     "--disable-fastapi-docs": "not needed: /openapi.json is a description, not a page",
     "--collect-detailed-traces": "use --otlp-traces-endpoint",
+    "--enable-reasoning": "not needed: --reasoning-parser is detected",
+    "--reasoning-parser-plugin": "the formats of --reasoning-parser are part of the package",
+    "--enable-prompt-embeds": _EMBEDDINGS,
+    "--enable-mm-embeds": _EMBEDDINGS,
+    "--fully-sharded-loras": _NOT_NEEDED,
+    "--default-mm-loras": "requests name their adapter as the model",
+    "--worker-cls": _CLASSES,
+    "--worker-extension-cls": _CLASSES,
+    "--scheduler-cls": _CLASSES,
+    "--additional-config": _CLASSES,
+    "--profiler-config": "not supported; start the server under the device's profiler",
+    "--config-format": _CONFIG,
+    "--hf-config-path": _CONFIG,
+    "--ignore-patterns": "only the files that docs/models.md lists are read",
+    "--max-parallel-loading-workers": _LOADING,
+    "--attention-config": _KERNELS,
+    "--kernel-config": _KERNELS,
+    "-cc": "not needed: use --enforce-eager to disable CUDA graphs",
+    **dict.fromkeys(("-O0", "-O1", "-O2", "-O3"), _GRAPHS),
+    "--kv-cache-metrics": _METRICS,
+    "--kv-cache-metrics-sample": _METRICS,
+    "--cudagraph-metrics": _METRICS,
+    "--enable-mfu-metrics": _METRICS,
+    "--show-hidden-metrics-for-version": _METRICS,
+    "--grpc": "the server speaks HTTP alone",
+    "--tokens-only": "not needed: /inference/v1/generate takes and returns tokens",
+    "--disable-access-log-for-endpoints": _LOGGING,
+    "--ssl-ciphers": "ciphers are the defaults of Python's ssl module",
+    "--mm-processor-cache-type": "not needed: pictures that hit are not encoded again",
     # SGLang's.
     "--model-path": "the model is an argument without a flag: strandline serve MODEL",
     "--tokenizer-path": "use --tokenizer",
@@ -202,7 +248,17 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--speculative-algorithm": "use --speculative-config",
     "--speculative-num-steps": "use --speculative-config",
     "--speculative-num-draft-tokens": "use --speculative-config",
-    "--disaggregation-mode": "use --kv-transfer-config",
+    "--disaggregation-mode": _TRANSFER,
+    "--disaggregation-transfer-backend": _TRANSFER,
+    "--disaggregation-bootstrap-port": _TRANSFER,
+    "--disaggregation-ib-device": _TRANSFER,
+    "--skip-server-warmup": "the engine is always warmed up before the server listens",
+    "--warmups": "the engine is always warmed up before the server listens",
+    "--admin-api-key": "use --api-key, whose keys also serve for administration",
+    "--sampling-defaults": "the model's by default; use --override-generation-config",
+    "--fastapi-root-path": _ROOT_PATH,
+    "--ssl-keyfile-password": "--ssl-keyfile takes a key without a password",
+    "--enable-custom-logit-processor": _CUSTOM_LOGITS,
     "--lora-paths": "use --lora-modules with --enable-lora",
     "--max-loras-per-batch": "use --max-loras",
     "--disable-cuda-graph": "use --enforce-eager",
@@ -222,6 +278,7 @@ OPTIONS_OF_SERVERS: Final[Mapping[str, str]] = {
 """Options that vLLM's ``LLM`` has and ours does not, since its methods take the same, and what to do instead."""
 
 _ACTIVATIONS: Final = "use auto: keys and values have the dtype of activations, which --dtype sets"
+_VISIBLE: Final = "use cuda, and set CUDA_VISIBLE_DEVICES"
 _PARALLEL: Final = "use auto: weights are read from safetensors in parallel"
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "--dtype": {
@@ -243,7 +300,14 @@ FOREIGN_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "--distributed-executor-backend": {"ray": f"use mp: {_ONE_MACHINE}"},
     "--log-level": dict.fromkeys(("debug", "trace"), "use info, the most detailed level"),
-    "--device": {"gpu": "use cuda"},
+    "--device": {"gpu": "use cuda", **{f"cuda:{index}": _VISIBLE for index in range(16)}},
+    "--tool-call-parser": {
+        **dict.fromkeys(("qwen", "qwen25"), "use hermes"),
+        **dict.fromkeys(("gpt-oss", "openai_gptoss"), "use openai"),
+        "llama3": "use llama3_json",
+        "minimax-m2": "use minimax_m2",
+    },
+    "--reasoning-parser": {"qwen3-thinking": "use qwen3", "gpt-oss": "use openai_gptoss", "minimax": "use minimax_m2"},
 }
 """By flag of ours: values that it has in vLLM or SGLang, or that are spelled so there."""
 

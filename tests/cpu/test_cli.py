@@ -77,6 +77,10 @@ def test_chat_remembers_the_conversation_and_resumes_from_it(
         (["demo", "--kv-transfer-config", "{}"], "unknown argument --kv-transfer-config\n"),
         (["serve", "--enable-log-deltas"], "unknown argument --enable-log-deltas\n"),
         (["serve", "-pp=2"], "-pp: pipeline parallelism is not supported"),
+        (["serve", "-O2"], "-O2: not needed: CUDA graphs are captured for the sizes of steps\n"),
+        (["serve", "-cc.mode=3"], "-cc: not needed: use --enforce-eager to disable CUDA graphs\n"),
+        (["serve", "--tool-call-parser", "qwen25"], "; use hermes\n"),
+        (["serve", "--device", "cuda:1"], "; use cuda, and set CUDA_VISIBLE_DEVICES\n"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

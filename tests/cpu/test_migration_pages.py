@@ -12,7 +12,7 @@ from strandline.foreign_flags import FOREIGN_FLAGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["from-vllm.md", "from-sglang.md"]
-FLAG = re.compile(r"(?<![\w-])--?[a-z][a-z0-9-]*")
+FLAG = re.compile(r"(?<![\w-])--?[a-zA-Z][a-z0-9-]*")
 
 
 def rows(page: str) -> Iterator[tuple[set[str], set[str]]]:
