@@ -40,7 +40,7 @@ SCHEDULING_POLICIES: Final = ("fcfs", "priority")
 
 FLAGS_OF_BOOL: Final = (
     *("skip_tokenizer_init", "enforce_eager", "enable_prefix_caching", "deterministic", "dequantize", "enable_lora"),
-    *("language_model_only", "enable_return_routed_experts"),
+    *("language_model_only", "enable_return_routed_experts", "allow_non_finite_weights"),
 )
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*")
 """A name, or an address of IPv4 or IPv6."""
@@ -99,6 +99,8 @@ class EngineConfig:
     """Number of this engine among these, from 0. The server sets it."""
     load_format: str = "auto"
     """``dummy``: random weights from the configuration alone."""
+    allow_non_finite_weights: bool = False
+    """Load weights with NaN or infinity, instead of refusing the model: requests that use these numbers fail."""
     max_model_len: int | None = None
     """Maximum length of a request, prompt and output; None: the model configuration's, as memory allows."""
     max_num_seqs: int = 256

@@ -193,6 +193,7 @@ def _choose_loader(
             rounded_to=published_dtype(model_config) if choice.is_widened else None,
             adapter=None if lora is None else read_adapter(Path(lora.path)),
             progress=progress,
+            allows_non_finite=config.allow_non_finite_weights,
         ),
         layout=lay_out_in_half if choice.is_widened else lay_out,
         drafter=drafter,

@@ -14,7 +14,9 @@ from strandline.models.drafters.draft_head import DraftHead
 from strandline.models.drafters.eagle_drafter import EagleDrafter
 from strandline.models.families.causal_lm import CausalLM, OwnDrafter
 from strandline.models.layers.parts.site import Site
+from strandline.models.layers.parts.targets import Target
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions
+from strandline.models.storage.finite_weights import LoadedWeight, find_non_finite
 from strandline.models.storage.published import PlainWeight
 from strandline.models.storage.random_weights import fill_with_random_weights, names_of_parameters
 from strandline.models.storage.weights_files import WeightsFile, open_files
@@ -36,7 +38,7 @@ def load_drafter(
 
     Args:
         options: the model's; of these, the device and the dtype of keys and values hold for the drafter, too.
-        filling: the model's; of these, the format and the seed do.
+        filling: the model's; of these, the format, the seed, and whether numbers may not be finite do.
 
     Raises:
         ConfigError: a setting is not supported, or the drafter was made for another model.
@@ -52,7 +54,9 @@ def load_drafter(
         if is_dummy:
             fill_with_random_weights(drafter, names_of_parameters(drafter), filling.seed, site.dtype)
         else:
-            _fill(drafter, config.directory, holders, site.dtype)
+            targets = _fill(drafter, config.directory, holders, site.dtype)
+            loaded = (LoadedWeight(holders[name].path, name, target) for name, target in targets.items())
+            filling.report_non_finite(find_non_finite(drafter.parameters(), loaded))
     model.add_drafter(drafter.eval())
     if options.kv_cache_dtype is not None:
         model.use_kv_cache_dtype(options.kv_cache_dtype)
@@ -87,7 +91,10 @@ def _layers_before(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
     return tuple(layer - 1 for layer in entered)
 
 
-def _fill(drafter: OwnDrafter, directory: Path, holders: Mapping[str, WeightsFile], dtype: torch.dtype) -> None:
+def _fill(
+    drafter: OwnDrafter, directory: Path, holders: Mapping[str, WeightsFile], dtype: torch.dtype
+) -> Mapping[str, Target]:
+    """Copy the tensors in the files; return where each of them goes."""
     targets = dict(drafter.targets(frozenset(holders)))
     names = holders.keys() - COPIES
     if drafter.head is not None and TOKEN_OFFSETS in names:
@@ -102,6 +109,7 @@ def _fill(drafter: OwnDrafter, directory: Path, holders: Mapping[str, WeightsFil
         weight = PlainWeight(name, holders[name])
         weight.check(target)
         target.copy_from(partial(weight.read, dtype=dtype))
+    return targets
 
 
 def _read_draft_ids(head: DraftHead, file: WeightsFile) -> None:

@@ -7,8 +7,9 @@ Quantised tensors stay so (``storage/quantized_storage.py``), or are dequantised
 to: memory holds at most one of them besides the model.
 """
 
+import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from strandline.models.lora.low_rank import LowRank, MergedWeight
 from strandline.models.model_options import AS_PUBLISHED, ModelOptions, published_dtype
 from strandline.models.registry import build_model
 from strandline.models.storage.conversion import quantized_like
+from strandline.models.storage.finite_weights import LoadedWeight, find_non_finite
 from strandline.models.storage.formats import WeightFormat, find_weights, read_formats
 from strandline.models.storage.matrices import Matrices
 from strandline.models.storage.published import STORED_DTYPES, Holders, PlainWeight, PublishedWeight
@@ -48,8 +50,7 @@ QuantizedWeights = Mapping[str, tuple[int, PublishedWeight]]
 SENT = "what was sent"
 """Where tensors come from that are in no file."""
 
-CHECKED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights that are not quantised."""
+LOGGER: Final = logging.getLogger("strandline.engine")
 
 MAX_NAMES = 5
 """Maximum number of tensors listed in an error; further ones are counted."""
@@ -98,6 +99,23 @@ class FillOptions:
     if all are dequantised."""
     progress: bool = False
     """Whether a bar over the files is shown."""
+    allows_non_finite: bool = False
+    """Whether weights with NaN or infinity are loaded, with a warning."""
+
+    def report_non_finite(self, faults: Iterator[str]) -> None:
+        """Log which weights are not finite.
+
+        Raises:
+            WeightsError: a weight is not, and that is not allowed.
+        """
+        first = next(faults, None)
+        if first is None:
+            return
+        if not self.allows_non_finite:
+            hint = "--allow-non-finite-weights loads it, for numbers that no request uses"
+            raise WeightsError(f"{first}; weights must be finite numbers. {hint}")
+        text = "%s: requests that use such numbers fail (weights with such numbers: %d)"
+        LOGGER.warning(text, first, 1 + sum(1 for _ in faults))
 
 
 FROM_FILES: Final = FillOptions()
@@ -183,12 +201,10 @@ def _fill(
         for file in tqdm(files, desc="Loading weights", unit="file", disable=not filling.progress):
             for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
                 _fill_one(name, weights[name], targets[name], storage, filling.rounded_to)
-        if not _are_finite(model.parameters()):
-            stored_names = frozenset[str]() if storage is None else storage.names
-            for file in files:
-                for name in (by_tensor[tensor] for tensor in file.names() if tensor in by_tensor):
-                    if name not in stored_names:
-                        _require_finite(file.path, name, targets[name])
+        stored_names = frozenset[str]() if storage is None else storage.names
+        names = ((file.path, by_tensor[tensor]) for file in files for tensor in file.names() if tensor in by_tensor)
+        loaded = (LoadedWeight(path, name, targets[name]) for path, name in names if name not in stored_names)
+        filling.report_non_finite(find_non_finite(model.parameters(), loaded))
         if storage is not None:
             storage.finish()
     used = {name for name in quantized if name in targets and targets[name].pieces}
@@ -298,36 +314,6 @@ def _fill_one(
         storage.fill(name, opened, dtype)
     else:
         target.copy_from(lambda index: opened.read(index, dtype))
-
-
-def _are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether tensors are finite, but for minus infinity in vectors; waits once for each device."""
-    extremes: dict[torch.device, list[Tensor]] = {}
-    for each in filter(_is_checked, tensors):
-        extremes.setdefault(each.device, []).append(_extremes(each))
-    return all(bool(torch.stack(found).isfinite().all()) for found in extremes.values())
-
-
-def _is_checked(tensor: Tensor) -> bool:
-    return tensor.dtype in CHECKED_DTYPES and tensor.numel() > 0 and not tensor.is_meta
-
-
-def _extremes(tensor: Tensor) -> Tensor:
-    """Return the least and the greatest number of a tensor; of a vector, the greatest alone, twice.
-
-    Minus infinity turns off what a number of a vector stands for: an expert, a sink, a decay.
-    """
-    least, greatest = tensor.aminmax()
-    return torch.stack((greatest if tensor.dim() < 2 else least, greatest)).float()
-
-
-def _require_finite(path: Path, name: str, target: Target) -> None:
-    """Raise a WeightsError if a weight is not finite once it is loaded: all answers would be errors."""
-    for part in filter(_is_checked, (part for piece in target.pieces for part in piece.parts)):
-        extremes = _extremes(part)
-        if not bool(extremes.isfinite().all()):
-            what = "NaN" if bool(extremes.isnan().any()) else "infinity"
-            raise WeightsError(f"{path}: {name} holds {what} once it is loaded; weights must be finite numbers")
 
 
 def _fill_storage_randomly(

@@ -241,6 +241,7 @@ def test_drafters_that_are_not_supported_are_refused(
         ("d2t", -torch.arange(40), "d2t must give different tokens below 97"),
         ("d2t", torch.full((40,), 60), "d2t must give different tokens below 97"),
         ("midlayer.self_attn.q_norm.weight", torch.ones(8), "q_norm.weight not known to this drafter"),
+        ("norm.weight", torch.full((24,), torch.nan), r"model\.safetensors: norm\.weight holds NaN"),
     ],
 )
 def test_bad_tensors_are_refused(model: Path, tmp_path: Path, name: str, tensor: torch.Tensor, message: str) -> None:

@@ -397,6 +397,22 @@ def test_a_weight_that_is_not_finite_is_named(changed: Callable[..., Path], name
         load_float32(changed(with_number(name, value)))
 
 
+def test_allowed_numbers_that_are_not_finite_load_with_a_warning(
+    changed: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        with_number(QUERY, torch.nan)(tensors)
+        with_number(DECAY, torch.inf)(tensors)
+
+    directory = changed(change)
+    with pytest.raises(WeightsError, match="--allow-non-finite-weights"):
+        load_float32(directory)
+    load_model(directory, ModelOptions(dtype=torch.float32), FillOptions(allows_non_finite=True))
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(r"holds (NaN|infinity) once it is loaded: .*\(weights with such numbers: 2\)", record.message)
+
+
 def test_a_number_too_large_for_the_dtype_is_named(changed: Callable[..., Path]) -> None:
     directory = changed(with_number(QUERY, 1e5))
     load_float32(directory)

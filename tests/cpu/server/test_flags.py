@@ -11,7 +11,8 @@ from strandline.errors import ConfigError
 from strandline.server.config import ServerConfig
 
 FLAGS = [
-    "--allow-credentials", "--allow-runtime-lora", "--allowed-headers", "--allowed-hosts", "--allowed-local-media-path",
+    "--allow-credentials", "--allow-non-finite-weights", "--allow-runtime-lora", "--allowed-headers",
+    "--allowed-hosts", "--allowed-local-media-path",
     "--allowed-media-domains", "--allowed-methods", "--allowed-origins", "--api-key", "--api-keys-file",
     "--async-scheduling", "--audit-rate", "--cache-page", "--chat-template", "--client-timeout-s",
     "--data-parallel-size", "--default-chat-template-kwargs", "--dequantize", "--deterministic", "--device",
