@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from strandline.config import EngineConfig
 from strandline.device.batches.padded_step import StepSize
 from strandline.device.executor import ExecutorFacts, LaunchedStep
 from strandline.device.hardware.heap import release_free_memory
-from strandline.device.hardware.out_of_memory import allocating, free_bytes, lack_of_memory, reserved_bytes
+from strandline.device.hardware.out_of_memory import free_bytes, lack_of_memory, reserved_bytes
 from strandline.device.runner import RUNNER_OPERATIONS, Capacity, Runner
 from strandline.device.sizing import (
     choose_batched_tokens,
@@ -267,8 +267,7 @@ class UniExecutor:
             was_taken = self._on_all_ranks(take)
             if was_taken and self._given_back == {memory}:
                 self._on_all_ranks(self._has_room_for_graphs)
-                with self._allocating_graphs():
-                    self.capture_graphs()
+                self.capture_graphs()
         except (ConfigError, OutOfMemoryError):
             self.runner.drop_graphs()
             self._memories[memory].undo()
@@ -298,17 +297,12 @@ class UniExecutor:
     def _has_room_for_graphs(self) -> bool:
         """Return True; raise an OutOfMemoryError if the graphs that were captured at the start no longer fit.
 
-        Ranks find that out before they capture, as they compute together then.
+        Nothing undoes a capture that runs out of memory: destroying its graph ends the process, and other ranks would
+        wait for this one.
         """
         if self._graph_bytes and self._graph_bytes > free_bytes(self.runner.device):
             raise lack_of_memory("captured CUDA graphs", self._graph_bytes, self.runner.device)
         return True
-
-    def _allocating_graphs(self) -> AbstractContextManager[None]:
-        """Return a context that raises an OutOfMemoryError where there is one rank: others would wait for this one."""
-        if self._ranks.size > 1:
-            return nullcontext()
-        return allocating("captured CUDA graphs", self._graph_bytes, self.runner.device)
 
     def change_weights(self, action: WeightsAction) -> None:
         """Do a part of a change of weights; raises as ``Executor.change_weights``."""
