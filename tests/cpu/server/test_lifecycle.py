@@ -207,12 +207,14 @@ def test_the_engine_does_not_outlive_its_front_end(doomed: ServerProcess) -> Non
 
 
 def test_engine_without_handshake_exits_with_its_server(tmp_path: Path) -> None:
+    folder = tmp_path / "strandline-folder"
+    folder.mkdir()
     heartbeat = os.memfd_create("heartbeat")
     command = [
         sys.executable,
         "-m",
         "strandline.engine.processes.core_process",
-        f"ipc://{tmp_path}/core",
+        f"ipc://{folder}/core",
         str(heartbeat),
         "0",
     ]
@@ -221,6 +223,7 @@ def test_engine_without_handshake_exits_with_its_server(tmp_path: Path) -> None:
         assert core.stdin is not None
         core.stdin.close()
         assert core.wait(TIMEOUT_S) == 0
+    assert not folder.exists()
 
 
 def refuse(model: Path, log: Path, *flags: str) -> str:

@@ -53,6 +53,9 @@ def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat, num_workers:
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))
         return 2
+    except SystemExit:
+        _remove_socket_file(socket)  # the HTTP process has ended, perhaps before it sent anything
+        raise
     freeze_gc()
     # Audits compute prompts again from their first token, after they have ended.
     limits = replace(core.limits, asks_for_pictures=not config.audit_rate)
@@ -76,13 +79,11 @@ def _load(socket: Socket, workers: Workers | None) -> "tuple[EngineConfig, Engin
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
-    try:
-        from strandline.device.hardware.visible_gpus import take_gpus
-        from strandline.engine import loading
+    from strandline.device.hardware.visible_gpus import take_gpus
+    from strandline.engine import loading
 
-        start = TO_CORE.decode(socket.recv())
-    finally:
-        _remove_socket_file(socket)
+    start = TO_CORE.decode(socket.recv())
+    _remove_socket_file(socket)
     assert isinstance(start, Start)
     name_engine_in_log(start.config)
     if workers is None:  # they take theirs
