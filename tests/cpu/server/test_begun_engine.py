@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +59,28 @@ def test_an_engine_that_is_left_alone_has_ended(tmp_path: Path, monkeypatch: pyt
         assert begun.process.poll() is None
         assert list(tmp_path.iterdir()) == [Path(begun.folder.name)]
     assert begun.process.returncode is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_an_engine_begins_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    begun = list[subprocess.Popen[bytes]]()
+
+    class NotedProcess(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            begun.append(self)
+
+    @contextmanager
+    def interrupted() -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(begun_engine.subprocess, "Popen", NotedProcess)
+    monkeypatch.setattr(begun_engine, "signals_held", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        BegunEngine(0)
+    assert begun[0].returncode is not None
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Final, Self
@@ -36,19 +37,18 @@ class BegunEngine:
         # Readable by this user alone.
         self.folder = TemporaryDirectory(prefix="strandline-", ignore_cleanup_errors=True)
         self.address = f"ipc://{self.folder.name}/core"
-        fd = -1
-        try:
+        with ExitStack() as failed:
+            failed.callback(self.folder.cleanup)
             fd = os.memfd_create("heartbeat")
-            self.heartbeat = Heartbeat(fd)
-            command = [*COMMAND, self.address, str(fd), str(num_workers)]
-            with signals_held():
-                self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
-        except BaseException:
-            self.folder.cleanup()
-            raise
-        finally:
-            if fd >= 0:
+            try:
+                self.heartbeat = Heartbeat(fd)
+                command = [*COMMAND, self.address, str(fd), str(num_workers)]
+                with signals_held():
+                    self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[fd, *inherited])
+                    failed.callback(self.end)  # signals that were held arrive as these are released
+            finally:
                 os.close(fd)
+            failed.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -56,6 +56,10 @@ class BegunEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the process, if it has not ended, and remove its files. A second call does nothing."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         if self.process.poll() is None:
