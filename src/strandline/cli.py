@@ -24,6 +24,7 @@ from strandline.config import (
     flag,
 )
 from strandline.engine.flags import add_engine_flags, engine_options
+from strandline.env import set_log
 from strandline.errors import ConfigError, RequestError, StrandlineError
 from strandline.foreign_flags import FOREIGN_FLAGS, value_hint
 from strandline.server.flags import add_server_flags
@@ -290,6 +291,7 @@ def _run_serve(options: argparse.Namespace) -> int:
     names = [field.name for field in fields(ServerConfig)]
     server: dict[str, Any] = {name: getattr(options, name) for name in names}
     configs = EngineConfig(**engine_options(options)), ServerConfig(**server)
+    set_log(configs[1].log_format, configs[1].log_level)  # before there are engines, which inherit the environment
     with ExitStack() as stack:
         begun = [stack.enter_context(BegunEngine(each.num_workers)) for each in engine_configs(configs[0])]
         from strandline.server.launch import serve  # takes seconds to import, as what engines import does

@@ -15,7 +15,6 @@ from ssl import SSLContext
 from typing import Any, Final
 
 from strandline.config import EngineConfig
-from strandline.env import set_log
 from strandline.errors import ConfigError, cause_of
 from strandline.gc_policy import freeze_gc
 from strandline.log_format import configure_log
@@ -68,7 +67,6 @@ def serve(engine: EngineConfig, server: ServerConfig, begun: Sequence[BegunEngin
     if taken:
         raise ConfigError(f"--lora-modules: {taken.pop()!r} is the model's own name")
     engine_configs(engine)  # wrong values are found before anything is loaded
-    set_log(server.log_format, server.log_level)
     configure_log(least=logging.INFO)
     listener = listen(server.host, server.port)
     with listener:

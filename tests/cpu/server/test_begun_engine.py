@@ -31,6 +31,20 @@ begun_engine.BegunEngine = Begun
 sys.exit(cli.main(["serve", "demo", "--host", "::1::", *sys.argv[1:]]))
 """
 
+BEGINS_WITH_LOG = """
+import sys
+from strandline import cli
+from strandline.env import read_log_format, read_log_level
+from strandline.server.engines import begun_engine
+
+def begin(num_workers):
+    print(read_log_format(), read_log_level())
+    sys.exit()
+
+begun_engine.BegunEngine = begin
+cli.main(["serve", "demo", *sys.argv[1:]])
+"""
+
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
@@ -46,6 +60,12 @@ def test_engines_begin_before_the_web_framework_is_imported(flags: list[str], ex
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [f"begun with {each} False" for each in expected] + ["ended"] * len(expected)
     assert (done.returncode, "cannot listen" in done.stderr) == (2, True), done.stderr
+
+
+def test_engines_inherit_format_and_level_of_the_log() -> None:
+    command = [sys.executable, "-c", BEGINS_WITH_LOG, "--log-format", "json", "--log-level", "error"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["json error"], done.stderr
 
 
 def test_what_begins_engines_loads_little() -> None:
