@@ -135,6 +135,22 @@ def test_workers_end_when_another_cannot_begin(monkeypatch: pytest.MonkeyPatch) 
     assert not is_running(begun[0].process.pid)
 
 
+def test_a_worker_ends_when_its_connection_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[int]()
+
+    def fail(pid: int) -> int:
+        begun.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="open files") as raised:
+        WorkerLink()
+    assert raised.value.errno == errno.EMFILE
+    assert not is_running(begun[0])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 BEGINS = """
 import os
 import sys

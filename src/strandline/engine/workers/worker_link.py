@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import Future
+from contextlib import ExitStack
 from threading import Lock, Thread
 from typing import Any, Final, NamedTuple
 
@@ -66,14 +67,18 @@ class WorkerLink:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            command = [sys.executable, "-X", "faulthandler", "-m", WORKER_MODULE, str(number)]
-            with signals_held():
-                self.process = subprocess.Popen(
-                    command, pass_fds=(number,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
-                )
-        self.process_fd = os.pidfd_open(self.process.pid)
+        with ExitStack() as failed:
+            failed.callback(self._socket.close)
+            with theirs:
+                number = theirs.fileno()
+                command = [sys.executable, "-X", "faulthandler", "-m", WORKER_MODULE, str(number)]
+                with signals_held():
+                    self.process = subprocess.Popen(
+                        command, pass_fds=(number,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+                    )
+                    failed.callback(self._kill)  # signals that were held arrive as these are released
+            self.process_fd = os.pidfd_open(self.process.pid)
+            failed.pop_all()
         """Becomes readable when the process has ended; open until ``close``."""
         self.last_words = b""
         """The end of what the worker has written to its standard error."""
@@ -132,6 +137,13 @@ class WorkerLink:
     def ended_error(self) -> WorkerEndedError:
         """Return the error of calls that a worker which has ended can no longer answer."""
         return WorkerEndedError(f"the worker process {self.process.pid} has ended; its own log says why")
+
+    def _kill(self) -> None:
+        """Kill a worker that has no threads here yet."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
 
     def _receive(self) -> None:
         try:
