@@ -27,6 +27,23 @@ from strandline.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
+INTERRUPTED_IMPORT = """
+import runpy, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "strandline.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("strandline", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\ninterrupted\n")
+
 
 def test_generate_prints_the_completion_and_what_the_cache_saved(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--max-tokens", "4", "--temperature", "0", "2 + 2 ="]) == 0
