@@ -226,6 +226,22 @@ def test_engine_without_handshake_exits_with_its_server(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_an_engine_that_cannot_import_is_said_in_one_line(
+    bytes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has ended before the HTTP process, which imports more, listens for it."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    server = ServerProcess(bytes_dir, tmp_path / "log", start=execute_server)
+    try:
+        assert server.exit_code() == 2
+    finally:
+        server.close()
+    *_, error, said = server.log().splitlines()
+    assert error == "ImportError: torch is broken"
+    assert said == "strandline: error: the engine's process ended while it started; its error is above"
+
+
 def refuse(model: Path, log: Path, *flags: str) -> str:
     """Start a server that cannot start; return what it says."""
     server = ServerProcess(model, log, *flags)
