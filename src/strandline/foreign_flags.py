@@ -28,7 +28,7 @@ _BALANCING: Final = "not needed: the server routes requests to the engines of --
 _EMBEDDINGS: Final = "prompts are texts, tokens and pictures, not embeddings"
 _CLASSES: Final = "parts of the engine cannot be replaced"
 _CONFIG: Final = "config.json is read from the model's directory"
-_METRICS: Final = "/metrics always has all metrics, which docs/server.md lists"
+_METRICS: Final = "not needed: no metric has to be enabled; docs/server.md lists them"
 _TRANSFER: Final = "use --kv-transfer-config"
 _ROOT_PATH: Final = "have the proxy remove the path"
 _CUSTOM_LOGITS: Final = "not supported; grammars, logit_bias and allowed_token_ids limit tokens"
@@ -149,16 +149,16 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--max-log-len": "prompts are never logged",
     "--disable-fastapi-docs": "not needed: /openapi.json is a description, not a page",
     "--collect-detailed-traces": "use --otlp-traces-endpoint",
-    "--enable-reasoning": "not needed: --reasoning-parser is detected",
+    "--enable-reasoning": "not needed: reasoning is parsed by default",
     "--reasoning-parser-plugin": "the formats of --reasoning-parser are part of the package",
     "--enable-prompt-embeds": _EMBEDDINGS,
     "--enable-mm-embeds": _EMBEDDINGS,
-    "--fully-sharded-loras": _NOT_NEEDED,
+    "--fully-sharded-loras": "not needed: adapters are divided among ranks as the layers that they change",
     "--default-mm-loras": "requests name their adapter as the model",
     "--worker-cls": _CLASSES,
     "--worker-extension-cls": _CLASSES,
     "--scheduler-cls": _CLASSES,
-    "--additional-config": _CLASSES,
+    "--additional-config": "not needed: no device has options of its own",
     "--profiler-config": "not supported; start the server under the device's profiler",
     "--config-format": _CONFIG,
     "--hf-config-path": _CONFIG,
@@ -173,7 +173,7 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--cudagraph-metrics": _METRICS,
     "--enable-mfu-metrics": _METRICS,
     "--show-hidden-metrics-for-version": _METRICS,
-    "--grpc": "the server speaks HTTP alone",
+    "--grpc": "not supported; the server speaks only HTTP",
     "--tokens-only": "not needed: /inference/v1/generate takes and returns tokens",
     "--disable-access-log-for-endpoints": _LOGGING,
     "--ssl-ciphers": "ciphers are the defaults of Python's ssl module",
@@ -254,10 +254,10 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--disaggregation-ib-device": _TRANSFER,
     "--skip-server-warmup": "the engine is always warmed up before the server listens",
     "--warmups": "the engine is always warmed up before the server listens",
-    "--admin-api-key": "use --api-key, whose keys also serve for administration",
-    "--sampling-defaults": "the model's by default; use --override-generation-config",
+    "--admin-api-key": "use --api-key, whose keys are also those of administrators",
+    "--sampling-defaults": "the defaults are the model's; use --override-generation-config",
     "--fastapi-root-path": _ROOT_PATH,
-    "--ssl-keyfile-password": "--ssl-keyfile takes a key without a password",
+    "--ssl-keyfile-password": "not supported; give --ssl-keyfile a key without a password",
     "--enable-custom-logit-processor": _CUSTOM_LOGITS,
     "--lora-paths": "use --lora-modules with --enable-lora",
     "--max-loras-per-batch": "use --max-loras",
