@@ -31,6 +31,8 @@ _CONFIG: Final = "config.json is read from the model's directory"
 _METRICS: Final = "not needed: no metric has to be enabled; docs/server.md lists them"
 _TRANSFER: Final = "use --kv-transfer-config"
 _ROOT_PATH: Final = "have the proxy remove the path"
+_NUMA: Final = "not supported; numactl binds the server to a node"
+_HTTP_PROCESS: Final = "one HTTP process serves all engines"
 _CUSTOM_LOGITS: Final = "not supported; grammars, logit_bias and allowed_token_ids limit tokens"
 
 FOREIGN_FLAGS: Final[Mapping[str, str]] = {
@@ -87,7 +89,8 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--disable-hybrid-kv-cache-manager": "not needed: blocks and states of all layers share one memory",
     "--exclude-tools-when-tool-choice-none": "the prompt has all tools whatever the choice, so that it hits alike",
     "--tool-parser-plugin": "the formats of --tool-call-parser are part of the package",
-    "--api-server-count": "one HTTP process serves all engines",
+    "--api-server-count": _HTTP_PROCESS,
+    "-asc": _HTTP_PROCESS,
     "--disable-uvicorn-access-log": _LOGGING,
     "--no-enable-log-requests": _LOGGING,
     "--uvicorn-log-level": _LOGGING,
@@ -122,10 +125,13 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--data-parallel-address": _ONE_MACHINE,
     "--data-parallel-backend": _ONE_MACHINE,
     "--data-parallel-rank": _ONE_MACHINE,
+    "--data-parallel-rpc-port": _ONE_MACHINE,
     "--data-parallel-size-local": _ONE_MACHINE,
     "--data-parallel-start-rank": _ONE_MACHINE,
     "--data-parallel-external-lb": _BALANCING,
     "--data-parallel-hybrid-lb": _BALANCING,
+    **dict.fromkeys(("-dpa", "-dpb", "-dpl", "-dpn", "-dpp", "-dpr"), _ONE_MACHINE),
+    **dict.fromkeys(("-dpe", "-dph"), _BALANCING),
     "--headless": _ONE_MACHINE,
     "--master-addr": _ONE_MACHINE,
     "--enable-dbo": _EXPERTS,
@@ -145,7 +151,9 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--mm-processor-cache-gb": "not needed: pictures that hit are not encoded again",
     "--mm-encoder-tp-mode": "not needed: the vision tower is chosen for the ranks",
     "--skip-mm-profiling": "not needed: --max-image-tokens limits what a picture takes",
+    "--log-config": _LOG,
     "--log-config-file": _LOG,
+    "--logging-config": _LOG,
     "--max-log-len": "prompts are never logged",
     "--disable-fastapi-docs": "not needed: /openapi.json is a description, not a page",
     "--collect-detailed-traces": "use --otlp-traces-endpoint",
@@ -165,9 +173,23 @@ FOREIGN_FLAGS: Final[Mapping[str, str]] = {
     "--ignore-patterns": "only the files that docs/models.md lists are read",
     "--max-parallel-loading-workers": _LOADING,
     "--attention-config": _KERNELS,
+    "-ac": _KERNELS,
     "--kernel-config": _KERNELS,
+    "--linear-backend": _KERNELS,
+    "--gdn-prefill-backend": _KERNELS,
+    "--kda-prefill-backend": _KERNELS,
     "-cc": "not needed: use --enforce-eager to disable CUDA graphs",
-    **dict.fromkeys(("-O0", "-O1", "-O2", "-O3"), _GRAPHS),
+    **dict.fromkeys(("-O", "-O0", "-O1", "-O2", "-O3"), _GRAPHS),
+    "--performance-mode": "use --max-num-batched-tokens and --max-num-seqs: lower for latency, higher for throughput",
+    "--max-num-queued-reqs": "use --max-queue, which counts outputs",
+    "--shutdown-timeout": "running requests finish before the server exits; --request-timeout-s limits them",
+    "--numa-bind": _NUMA,
+    "--numa-bind-nodes": _NUMA,
+    "--numa-bind-cpus": _NUMA,
+    "-sc": _SPECULATION,
+    "--spec-method": _SPECULATION,
+    "--spec-model": _SPECULATION,
+    "--spec-tokens": _SPECULATION,
     "--kv-cache-metrics": _METRICS,
     "--kv-cache-metrics-sample": _METRICS,
     "--cudagraph-metrics": _METRICS,
