@@ -66,10 +66,13 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def missing_modules(text: str) -> list[str]:
-    """Return the files of Python that a page names in code and that are nowhere, a superseded decision's left out."""
+    """Return the files of Python that a text names in code and that are nowhere.
+
+    Those of superseded decisions are left out, and so are sources, which are other projects' files.
+    """
     if re.search(r"^Status: superseded", text, flags=re.MULTILINE):
         return []
-    named = re.findall(r"`([a-z][\w/]*\.py)`", text)
+    named = re.findall(r"`([a-z][\w/]*\.py)`", re.sub(r"^ *Source.*", "", text, flags=re.MULTILINE))
     return [name for name in named if not any(f"/{known}".endswith(f"/{name}") for known in TEXTS)]
 
 
@@ -266,6 +269,11 @@ def test_pages_name_modules_that_exist() -> None:
     assert {name: modules for name, modules in found.items() if modules} == {}
 
 
+def test_docstrings_and_comments_name_modules_that_exist() -> None:
+    found = {name: missing_modules(text) for name, text in SOURCES.items()}
+    assert {name: modules for name, modules in found.items() if modules} == {}
+
+
 def test_commands_can_be_copied() -> None:
     found = {name: wrapped_commands(text) for name, text in TEXTS.items() if name.endswith(".md")}
     assert {name: lines for name, lines in found.items() if lines} == {}
@@ -353,6 +361,7 @@ def test_a_sound_link_is_let_pass(text: str) -> None:
 def test_a_missing_module_is_found() -> None:
     assert missing_modules("`none.py`, `cache/none.py`, `core.py`, `cache/core.py`") == ["none.py", "cache/none.py"]
     assert missing_modules("Status: superseded by another.\n\n`none.py`") == []
+    assert missing_modules("Source: another project (`none.py`)\n``none.py``") == ["none.py"]
 
 
 def test_a_wrapped_command_is_found() -> None:

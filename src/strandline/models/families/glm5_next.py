@@ -1,8 +1,8 @@
 """GLM-5.3-Flash: three layers of Kimi Delta Attention, then one of indexed latent attention, and so on; mostly experts.
 
-Parts read a mix of several residual streams (``layers/hyper_connections.py``). Attention reads the tokens that an index
-chooses (``layers/indexed_latent_attention.py``). Gates and up projections of feed-forward parts are clamped. No
-layer embeds positions.
+Parts read a mix of several residual streams (``layers/streams/hyper_connections.py``). Attention reads the tokens that
+an index chooses (``layers/attention/indexed_latent_attention.py``). Gates and up projections of feed-forward parts are
+clamped. No layer embeds positions.
 
 Of multimodal models the text part is built; the vision tower's tensors are recognised and skipped, and so are those of
 the layer for multi-token prediction, which transformers does not implement.

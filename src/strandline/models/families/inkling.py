@@ -1,8 +1,8 @@
 """Inkling: layers of attention with a window, then one of full attention, and so on, before dense or sparse parts.
 
-What attention and what the feed-forward part add to the residual stream passes a short convolution each, beside the one
-inside attention (``layers/relative_attention.py``). Experts that every token takes are weighted with those that the
-router chooses: they are experts whose scores no other one can reach.
+What attention and what the feed-forward part add to the residual stream passes a short convolution each, in addition to
+the one inside attention (``layers/attention/relative_attention.py``). Experts that every token takes are weighted with
+those that the router chooses: they are experts whose scores no other one can reach.
 
 Of multimodal models the text part is built; the tensors of the vision and audio towers are recognised and skipped. So
 are those of layers for multi-token prediction, which keep windows: draft layers have only keys and values.

@@ -1,7 +1,7 @@
 """Inkling 2: layers of attention with a window, then one of full attention, and so on, before mixtures of experts.
 
-Parts read mixes of blocks of layers (``layers/blocks.py``). What attention and the experts add passes a short
-convolution each, beside the one inside attention (``layers/clipped_attention.py``).
+Parts read mixes of blocks of layers (``layers/streams/blocks.py``). What attention and the experts add passes a short
+convolution each, in addition to the one inside attention (``layers/attention/clipped_attention.py``).
 
 Of multimodal models the text part is built; the vision tower's tensors are recognised and skipped.
 

@@ -1,8 +1,8 @@
 """Qwen4-Exp: three Gated DeltaNet layers, then one of indexed attention, and so on, each before a mixture of experts.
 
-Parts read a mix of several residual streams (``layers/gated_streams.py``). Some Gated DeltaNet layers first add
+Parts read a mix of several residual streams (``layers/streams/gated_streams.py``). Some Gated DeltaNet layers first add
 features of n-grams to these (``layers/ngram_features.py``). Attention reads the tokens that an index chooses
-(``layers/indexed_attention.py``).
+(``layers/attention/indexed_attention.py``).
 
 Multimodal models also have a vision tower (``vision/tower.py``), whose tensors are skipped where only text is served.
 So are always those of the layer for multi-token prediction, which transformers does not implement.
