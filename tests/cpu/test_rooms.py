@@ -106,7 +106,7 @@ FOLDERS: Mapping[str, Mapping[str, frozenset[str]]] = {
     "device": {
         "hardware": frozenset(),
         "ranks": frozenset(),
-        "weights": frozenset(),
+        "weights": frozenset({"hardware"}),
         "stores": frozenset({"hardware"}),
         "batches": frozenset({"hardware"}),
         "sampling": frozenset({"hardware"}),

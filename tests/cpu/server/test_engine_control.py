@@ -404,7 +404,7 @@ def test_memory_that_one_engine_lacks_is_taken_by_none() -> None:
     run(check)
 
 
-def test_weights_that_one_engine_has_no_memory_for_are_the_others() -> None:
+def test_weights_are_new_only_in_engines_with_memory_for_them() -> None:
     async def check(pair: Pair) -> None:
         await pair.control.sleep(2, "keep")
         pair.cores[1].lacks_memory_for = UseWeights
