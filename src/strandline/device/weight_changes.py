@@ -56,7 +56,7 @@ class WeightChanges:
             raise EngineError("no function reads weights")
         self.drop()
         num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(self._module))
-        with allocating("the weights, which are read into it before they are used,", num_bytes, torch.device("cpu")):
+        with allocating("new weights, which are read into host memory first,", num_bytes, torch.device("cpu")):
             model = self._read_model(source)
         path = source if isinstance(source, str) else None
         # As the executor chose for the model that is served, whose spec it changed.

@@ -31,7 +31,7 @@ MAX_RETRIES: Final = 2
 RETRY_S: Final = 10
 """No request is sent again after so long."""
 MAX_CAUSE_CHARACTERS: Final = 500
-"""A message may quote an answer that is no server's of objects."""
+"""Longest cause in a message: it may quote a page of a proxy, or of a server that stores no objects."""
 ERROR_BODY: Final = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?(?:<Message>(.*?)</Message>.*|$)", re.DOTALL)
 
 Result_t = TypeVar("Result_t")

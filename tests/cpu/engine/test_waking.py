@@ -151,7 +151,7 @@ def test_weights_that_the_host_cannot_hold_change_nothing(llm: LLM, other_dir: s
         raise error
 
     weights._read_model = fail
-    with pytest.raises(OutOfMemoryError, match="the host does not have as much; nothing was changed"):
+    with pytest.raises(OutOfMemoryError, match="the host has less; nothing was changed"):
         llm.update_weights_from_disk(other_dir)
     assert answer(llm) == expected
     llm.sleep(2)

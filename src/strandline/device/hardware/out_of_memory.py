@@ -1,4 +1,4 @@
-"""Allocations that fail: how their errors are recognised, and what users read of them."""
+"""Allocations that fail: how their errors are recognised, and what is reported to users."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,11 +53,11 @@ def allocating(what: str, num_bytes: int, device: torch.device) -> Iterator[None
 
 def lack_of_memory(what: str, num_bytes: int, device: torch.device) -> OutOfMemoryError:
     """Return an error that says what a device was to hold, what is free there, and what to do."""
-    free = "the host does not have as much"
+    free = "the host has less"
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         free = f"{free_bytes / GIB:.2f} GiB of the {total_bytes / GIB:.2f} GiB of {device} are free"
     return OutOfMemoryError(
-        f"{what} need {num_bytes / GIB:.2f} GiB, and {free}; nothing was changed: end or shrink what else uses the "
-        "memory, and try again"
+        f"{what} need {num_bytes / GIB:.2f} GiB, and {free}; nothing was changed: free what other processes use, "
+        "and try again"
     )

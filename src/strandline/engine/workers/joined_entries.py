@@ -23,7 +23,7 @@ def join_entries(parts: Sequence[PersistedEntries]) -> tuple[PersistedEntries, l
         parts: what each rank holds.
 
     Returns:
-        It, and for each rank a map from its addresses to the new ones, which omits what is of no use.
+        What all hold, and for each rank a map from its addresses to the new ones, which omits what is of no use.
     """
     numbers, renames = count(NO_ADDRESS + 1), [dict[int, int]() for _ in parts]
 

@@ -12,7 +12,7 @@ def join_facts(facts: Sequence[ExecutorFacts]) -> tuple[ExecutorFacts, list[dict
     """Return the facts of all ranks together: phases of the start took as long as on the slowest.
 
     Returns:
-        Beside them, for each rank of several with persisted entries, their new addresses, by its own.
+        The facts, and for each of several ranks with persisted entries a map from its addresses to the joined ones.
 
     Raises:
         EngineError: ranks do not agree on what must be equal.

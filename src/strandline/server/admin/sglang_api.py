@@ -98,7 +98,7 @@ def _add_memory(app: FastAPI, control: EngineControl, guard: list[Any]) -> None:
     async def release_memory_occupation(body: MemoryBody | None = None) -> Response:
         tags = _known(body)
         if tags and set(memories_of(tags)) != set(MEMORIES):
-            raise RequestError(f"memory is given back as a whole: {', '.join(MEMORIES)}", param="tags")
+            raise RequestError(f"memory is released as a whole: {', '.join(MEMORIES)}", param="tags")
         await control.sleep(1, "keep")
         return json_response(None)
 
