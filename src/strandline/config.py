@@ -100,7 +100,7 @@ class EngineConfig:
     load_format: str = "auto"
     """``dummy``: random weights from the configuration alone."""
     allow_non_finite_weights: bool = False
-    """Load weights with NaN or infinity, instead of refusing the model: requests that use these numbers fail."""
+    """Load weights with NaN or infinity, instead of refusing the model; requests that read these numbers fail."""
     max_model_len: int | None = None
     """Maximum length of a request, prompt and output; None: the model configuration's, as memory allows."""
     max_num_seqs: int = 256

@@ -90,7 +90,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="fraction of GPU memory to use without --memory (default: %(default)s)",
     )
     add("--dequantize", action="store_true", help="convert quantised weights to --dtype as they load")
-    text = "load weights with NaN or infinity, for numbers that no request uses"
+    text = "load weights with NaN or infinity; requests that read these numbers fail"
     add("--allow-non-finite-weights", action="store_true", help=text)
     _add_lora_flags(add)
     add("--enforce-eager", action="store_true", help="disable CUDA graphs")

@@ -38,7 +38,7 @@ def load_drafter(
 
     Args:
         options: the model's; of these, the device and the dtype of keys and values hold for the drafter, too.
-        filling: the model's; of these, the format, the seed, and whether numbers may not be finite do.
+        filling: the model's; of these, the format, the seed and ``allows_non_finite`` do.
 
     Raises:
         ConfigError: a setting is not supported, or the drafter was made for another model.

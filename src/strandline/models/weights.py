@@ -103,18 +103,18 @@ class FillOptions:
     """Whether weights with NaN or infinity are loaded, with a warning."""
 
     def report_non_finite(self, faults: Iterator[str]) -> None:
-        """Log which weights are not finite.
+        """Log the first weight that is not finite, and how many there are.
 
         Raises:
-            WeightsError: a weight is not, and that is not allowed.
+            WeightsError: there is one, and that is not allowed.
         """
         first = next(faults, None)
         if first is None:
             return
         if not self.allows_non_finite:
-            hint = "--allow-non-finite-weights loads it, for numbers that no request uses"
+            hint = "--allow-non-finite-weights loads it, where no request reads these numbers"
             raise WeightsError(f"{first}; weights must be finite numbers. {hint}")
-        text = "%s: requests that use such numbers fail (weights with such numbers: %d)"
+        text = "%s; requests that read such numbers fail (weights that are not finite: %d)"
         LOGGER.warning(text, first, 1 + sum(1 for _ in faults))
 
 

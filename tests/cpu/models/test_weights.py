@@ -410,7 +410,7 @@ def test_allowed_numbers_that_are_not_finite_load_with_a_warning(
     load_model(directory, ModelOptions(dtype=torch.float32), FillOptions(allows_non_finite=True))
     [record] = caplog.records
     assert record.levelname == "WARNING"
-    assert re.search(r"holds (NaN|infinity) once it is loaded: .*\(weights with such numbers: 2\)", record.message)
+    assert re.search(r"holds (NaN|infinity) once it is loaded; .*\(weights that are not finite: 2\)", record.message)
 
 
 def test_a_number_too_large_for_the_dtype_is_named(changed: Callable[..., Path]) -> None:
