@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from strandline.records.control import MEMORIES, Action, Memory, Pause, ResetCache, Sleep, WakeUp, new_epoch
+from strandline.records.control import MEMORIES, Action, Memory, Pause, ResetCache, Sleep, new_epoch
 
 
 @dataclass(slots=True)
@@ -28,7 +28,6 @@ class EngineState:
         if self.is_paused:
             actions.append(Pause(None))
         if given_back := self.given_back - {self.being_taken}:
-            actions.append(Sleep(self.sleep_level))
-            if taken := tuple(memory for memory in MEMORIES if memory not in given_back):
-                actions.append(WakeUp(taken))
+            # Not all of it, to take a part again: that would fail if another process took the memory in between.
+            actions.append(Sleep(self.sleep_level, tuple(memory for memory in MEMORIES if memory in given_back)))
         return actions
