@@ -16,6 +16,7 @@ from strandline.records.sampling_params import SamplingParams
 from strandline.server.engines.engine_client import EngineClient, QueueFullError
 from strandline.server.engines.engine_link import EngineDeadError, EngineLink
 from strandline.server.engines.engine_router import EngineRouter
+from strandline.server.engines.engine_weights import Weights
 from strandline.server.engines.jobs import Job
 from strandline.server.engines.metrics import Metrics
 from strandline.server.engines.prompt import Prompt
@@ -107,6 +108,18 @@ def test_outputs_that_are_stuck_take_no_room_from_others() -> None:
             pair.cores[1 - first].hang = "no sign of life"
             with pytest.raises(QueueFullError):  # where all hang, none is stuck more than others
                 pair.submit([*PREFIX, 8], n=2)
+
+    run(check)
+
+
+def test_engines_without_the_newest_weights_do_not_stand_in_for_one_that_hangs() -> None:
+    async def check(pair: Pair) -> None:
+        pair.client.change_weights([pair.client.engines[0]], Weights("e1", "step-1"))
+        pair.cores[0].hang = "no sign of life"
+        with pair.submit(PREFIX, n=3):
+            assert pair.cores[0].num_submitted == 3
+            with pytest.raises(QueueFullError):
+                pair.submit([*PREFIX, 7], n=2)
 
     run(check)
 

@@ -178,10 +178,10 @@ class EngineClient:
         return self.engines[self._router.route(request_id, request.cached_ids, salt, self._hung())]
 
     def _hung(self) -> set[int]:
-        """Return the numbers of the engines that hang; none if no other one responds."""
+        """Return the numbers of the engines that hang; none if no other one responds that may answer requests."""
         hung = {engine.number for engine in self.engines if engine.find_hang() is not None}
-        running = {engine.number for engine in self.engines if engine.failure is None}
-        return hung if running - hung else set()
+        answering = {engine.number for engine in self.engines if self._may_answer(engine)}
+        return hung if answering - hung else set()
 
     def _send_all(self, engines: Sequence[EngineLink], submissions: Sequence[list[Submission]]) -> None:
         """Send each engine its sequences in one message."""
