@@ -36,7 +36,7 @@ from strandline.device.weight_changes import WeightChanges
 from strandline.device.weights.model_memory import LentMemory, TensorMemory
 from strandline.device.weights.weight_receiver import WeightReceiver
 from strandline.env import is_cache_debugged
-from strandline.errors import ConfigError, EngineError, OutOfMemoryError, StrandlineError
+from strandline.errors import ConfigError, EngineError, OutOfMemoryError
 from strandline.kernels.binding import Kernels, bind_kernels
 from strandline.kernels.gpu import kind_of
 from strandline.kernels.operation import Workload
@@ -279,15 +279,16 @@ class UniExecutor:
 
     def _on_all_ranks(self, do: Callable[[], bool]) -> bool:
         """Do something that may fail on every rank; return whether all return True. If it fails on one, all raise."""
-        error: StrandlineError | None = None
         try:
             outcome = int(do())
-        except (ConfigError, OutOfMemoryError) as caught:
-            outcome, error = UNREADABLE if isinstance(caught, ConfigError) else LACKS_MEMORY, caught
+        except (ConfigError, OutOfMemoryError) as error:
+            outcome = UNREADABLE if isinstance(error, ConfigError) else LACKS_MEMORY
             LOGGER.warning("rank %d of %d: %s", self._ranks.rank, self._ranks.size, error)
-        found = self._ranks.least(outcome)
-        if error is not None and found == outcome:
-            raise error
+            found = self._ranks.least(outcome)
+            if found == outcome:
+                raise
+        else:
+            found = self._ranks.least(outcome)
         if found == UNREADABLE:
             raise ConfigError("another rank of the engine cannot read the weights: its log says why")
         if found == LACKS_MEMORY:

@@ -1,12 +1,17 @@
 """Memory that cannot be taken again: all of it is, or none; what is asleep stays asleep, and wakes up later."""
 
+import gc
+import logging
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 from strandline import LLM, SamplingParams
+from strandline.device import uni_executor
 from strandline.device.uni_executor import LACKS_MEMORY, UNREADABLE, UniExecutor
 from strandline.device.weight_changes import WeightChanges
 from strandline.device.weights import model_memory
@@ -103,6 +108,26 @@ def test_waking_takes_all_memory_or_none(llm: LLM, memory: Memory, level: int, l
     memory.num_free = None
     llm.wake_up()
     assert answer(llm) == expected
+
+
+def test_weights_that_cannot_be_used_are_freed_at_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, uni_executor.LOGGER.name)  # pytest would keep the error that is logged
+    read = list[weakref.ref[torch.Tensor]]()
+
+    def read_some(_: object) -> Any:
+        tensor = torch.zeros(1)
+        read.append(weakref.ref(tensor))
+        raise ConfigError("a tensor is missing")
+
+    llm.sleep(2)
+    executor_of(llm).weights._read_model = read_some
+    gc.disable()
+    try:
+        with suppress(ConfigError):
+            llm.wake_up()
+        assert read[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_was_taken_before_stays(llm: LLM, memory: Memory) -> None:

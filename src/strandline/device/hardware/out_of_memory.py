@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import clear_frames
 from typing import Final
 
 import torch
@@ -48,7 +49,15 @@ def allocating(what: str, num_bytes: int, device: torch.device) -> Iterator[None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        _clear_frames(error)
         raise lack_of_memory(what, num_bytes, device) from error
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the local variables of the functions that an error was raised in: what they had allocated is free again."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def lack_of_memory(what: str, num_bytes: int, device: torch.device) -> OutOfMemoryError:
