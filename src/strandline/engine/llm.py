@@ -371,6 +371,7 @@ class LLM:
         Raises:
             RequestError: a tag is unknown.
             ConfigError: the weights cannot be read again.
+            OutOfMemoryError: too little memory is free. The engine stays asleep; free memory, and call this again.
         """
         unknown = [tag for tag in tags or () if tag not in MEMORIES]
         if unknown or isinstance(tags, str):
@@ -388,6 +389,7 @@ class LLM:
 
         Raises:
             ConfigError: they cannot be read, or are another model's. The weights are as before.
+            OutOfMemoryError: too little memory is free for them. The weights are as before.
         """
         with self._shared.exclusively(), uninterrupted():
             self.engine.core.control.apply(PrepareWeights(os.fspath(model_path)))
