@@ -248,8 +248,8 @@ class LowerTier:
         self.num_snapshots -= 1
         if not is_elsewhere:
             self.pass_savings(demoted)
-        self.tree.detach(snapshot)
         above = end_above(column, left, snapshot)
+        self.tree.detach(snapshot)
         if above is not None:
             above.is_interior = is_elsewhere
             self._queue.push(above)

@@ -29,15 +29,13 @@ def next_below(column: Column, removed: TierSnapshot) -> Iterator[Copy]:
 
 
 def end_above(column: Column, left: PathEnd, removed: TierSnapshot) -> Copy | None:
-    """Return a tier's nearest snapshot above one that was removed, if the tier has no continuation of it.
+    """Return a tier's nearest snapshot above one that is being removed, if the tier has no continuation of it.
 
     Args:
-        left: what is left of the path to the one that was removed.
+        left: what is left of the path to the one that is being removed, which is still in the tree.
     """
     if column.num_children(left):
         return None
-    if left.depth < removed.num_blocks:
-        return max(column.copies_after(left.run, left.depth), key=lambda copy: copy.position, default=None)
     above = column.above(removed)
     return above if above is not None and above.snapshot.num_blocks == left.depth else None
 

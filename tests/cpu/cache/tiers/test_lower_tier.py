@@ -248,6 +248,22 @@ def test_no_snapshot_saves_tokens_that_another_one_saves() -> None:
     assert saved == {128: 128, 384: 256}
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_path_ends_at_the_snapshot_above_the_last_one(is_loaded: bool) -> None:
+    driver = Driver(lower_blocks=(100,))
+    deepest, other = PROMPT[:200], [*PROMPT[:64], *[3] * 60]
+    for prompt in (PROMPT[:100], other, deepest):
+        driver.serve(prompt)
+    evict_all(driver)
+    of = {demoted.position: demoted for demoted in tier(driver).snapshots()}
+    of[100].is_interior, of[124].is_interior = not is_loaded, True
+    if is_loaded:
+        assert driver.bring_back(deepest)
+    else:
+        tier(driver).evict(of[200])
+    assert (of[100].is_interior, of[124].is_interior) == (is_loaded, True)
+
+
 def test_a_load_frees_blocks_that_were_computed_again() -> None:
     driver, longer = Driver(lower_blocks=(100,)), [*PROMPT, *pattern(9, 200)]
     for prompt in (PROMPT, longer):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from strandline.cache.tiers.neighbours import end_above, next_below
@@ -103,6 +103,29 @@ def test_the_nearest_snapshot_above_is_on_the_same_path() -> None:
     assert (column.above(first.snapshot), column.above(second.snapshot)) == (None, first)
     assert (column.above(inside.snapshot), column.above(deeper.snapshot)) == (second, inside)
     assert (column.above(below), column.above(beside), other.above(below)) == (deeper, second, None)
+
+
+@given(
+    events=st.lists(st.tuples(PATHS, st.lists(st.integers(0, 1), max_size=4), st.integers(0, 2)), min_size=1),
+    index=st.integers(0),
+)
+def test_neighbours_are_those_that_trying_all_finds(events: list[tuple[Path, list[int], int]], index: int) -> None:
+    tree = new_tree(2)
+    column, held = tree.columns[0], dict[bytes, Copy]()
+    for path, tail, tier in events:
+        tokens = encoded(path) + encode(tail)
+        if tokens not in held:
+            copy = entered(tree, path, min(tier, 1), encode(tail))
+            held |= {tokens: copy} if copy.column is column else {}
+    assume(held)
+    data = list(held)[index % len(held)]
+    removed = held.pop(data)
+    left = column.leave(removed, column.blocks_for(removed))
+    size = left.depth * BLOCK_KEY_BYTES
+    is_continued = any(len(other) >= size + BLOCK_KEY_BYTES for other in held if other.startswith(data[:size]))
+    above = max((other for other in held if len(other) >= size and data.startswith(other)), key=len, default=None)
+    end = end_above(column, left, removed.snapshot)
+    assert end is (None if is_continued or above is None else held[above])
 
 
 def siblings(num_siblings: int) -> tuple[TierTree, Copy]:
