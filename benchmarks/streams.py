@@ -115,9 +115,9 @@ def _num_tokens(submission: Submission) -> int:
 def serve_with_stub(num_streams: int, step_s: float) -> int:
     """Run ``strandline serve`` with the stub in place of its engine's process."""
     from strandline.cli import main as strandline
-    from strandline.server.engines import begun_engine
+    from strandline.server.engines import spawned_engine
 
-    begun_engine.COMMAND[:] = [sys.executable, __file__, "--engine", str(num_streams), str(step_s)]
+    spawned_engine.COMMAND[:] = [sys.executable, __file__, "--engine", str(num_streams), str(step_s)]
     return strandline(["serve", "demo", "--port", "0", "--max-num-seqs", str(num_streams)])
 
 

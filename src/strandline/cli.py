@@ -286,17 +286,17 @@ def _sampling_params(options: argparse.Namespace, **more: Any) -> Any:
 def _run_serve(options: argparse.Namespace) -> int:
     from strandline.server.config import ServerConfig
     from strandline.server.engine_configs import engine_configs
-    from strandline.server.engines.begun_engine import BegunEngine
+    from strandline.server.engines.spawned_engine import SpawnedEngine
 
     names = [field.name for field in fields(ServerConfig)]
     server: dict[str, Any] = {name: getattr(options, name) for name in names}
     configs = EngineConfig(**engine_options(options)), ServerConfig(**server)
     set_log(configs[1].log_format, configs[1].log_level)  # before there are engines, which inherit the environment
     with ExitStack() as stack:
-        begun = [stack.enter_context(BegunEngine(each.num_workers)) for each in engine_configs(configs[0])]
+        spawned = [stack.enter_context(SpawnedEngine(each.num_workers)) for each in engine_configs(configs[0])]
         from strandline.server.launch import serve  # takes seconds to import, as what engines import does
 
-        return serve(*configs, begun)
+        return serve(*configs, spawned)
 
 
 def _run_generate(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from strandline.config import EngineConfig
 from strandline.engine.foreign_methods import foreign_method_error
 from strandline.engine.interrupts import uninterrupted
 from strandline.engine.offline_prompts import ParsedPrompt, Prompt, PromptReader, as_list
-from strandline.engine.workers.workers import begun_workers
+from strandline.engine.workers.workers import spawned_workers
 from strandline.errors import ConfigError, RequestError
 from strandline.pictures.loader import new_loader
 from strandline.records.adapters import LoadedAdapter, LoRARequest, salt_with
@@ -86,7 +86,7 @@ class LLM:
         self._default_params = SamplingParams(**default_sampling_params(find_model(self.config.model)))
         self._pictures = new_loader(self.config, find_model(self.config.model))
         self._prompts = PromptReader(self.get_tokenizer, self._pictures)
-        with begun_workers(self.config.num_workers) as workers:
+        with spawned_workers(self.config.num_workers) as workers:
             # These load torch, which the workers do at the same time.
             from strandline.engine.loading import load_engine
             from strandline.engine.shared_engine import SharedEngine

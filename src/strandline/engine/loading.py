@@ -32,7 +32,7 @@ from strandline.engine.model_loader import ModelLoader
 from strandline.engine.mp_executor import MpExecutor
 from strandline.engine.startup.compiling import compiling
 from strandline.engine.startup.model_identity import weights_of_files
-from strandline.engine.workers.workers import Workers, begun_workers
+from strandline.engine.workers.workers import Workers, spawned_workers
 from strandline.errors import ConfigError
 from strandline.kernels.gemm.weights import lay_out, lay_out_in_half
 from strandline.kernels.ranks import ONE_RANK, Ranks
@@ -86,15 +86,15 @@ def load_executor(
     Args:
         vocabulary: vocabulary for structured outputs and stop strings where steps run in this process; by default it is
             loaded here.
-        workers: those of ``begun_workers``; by default they begin here, if the configuration has any.
+        workers: those of ``spawned_workers``; by default they begin here, if the configuration has any.
         progress: show a progress bar while weights load.
 
     Raises:
         ConfigError: model, weights or memory do not allow it.
     """
-    with begun_workers(config.num_workers) if workers is None else nullcontext(workers) as begun:
-        if begun is not None:
-            return MpExecutor(config, begun, progress=progress)
+    with spawned_workers(config.num_workers) if workers is None else nullcontext(workers) as spawned:
+        if spawned is not None:
+            return MpExecutor(config, spawned, progress=progress)
     return load_uni_executor(config, vocabulary, progress=progress)
 
 

@@ -66,7 +66,7 @@ class MpExecutor:
     """Runs steps in worker processes: every rank runs every step, on its part of the model.
 
     Args:
-        workers: have begun; the executor has them load the model, and ends them when it is closed.
+        workers: have been spawned; the executor has them load the model, and ends them when it is closed.
 
     Raises:
         ConfigError: model, weights or memory do not allow it.

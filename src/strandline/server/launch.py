@@ -26,13 +26,13 @@ from strandline.server.app import build_app
 from strandline.server.app_options import AppOptions
 from strandline.server.config import ServerConfig
 from strandline.server.engine_configs import engine_configs
-from strandline.server.engines.begun_engine import BegunEngine
 from strandline.server.engines.engine_client import EngineClient, least_limits
 from strandline.server.engines.engine_link import EngineLink
 from strandline.server.engines.engine_router import EngineRouter
 from strandline.server.engines.grammar_trials import GrammarTrials
 from strandline.server.engines.metrics import Metrics
 from strandline.server.engines.request_observers import RequestObserver
+from strandline.server.engines.spawned_engine import SpawnedEngine
 from strandline.server.engines.supervisor import EngineProcess, engine_process, keep_restarting
 from strandline.server.http.listener import Listener
 from strandline.server.http.serving import http_config, serve_http
@@ -51,11 +51,11 @@ LOGGER: Final = logging.getLogger("strandline.server")
 INTERRUPTED: Final = 130
 
 
-def serve(engine: EngineConfig, server: ServerConfig, begun: Sequence[BegunEngine] = ()) -> int:
+def serve(engine: EngineConfig, server: ServerConfig, spawned: Sequence[SpawnedEngine] = ()) -> int:
     """Serve until a signal; return the exit code. The first signal drains, a second Ctrl-C stops at once.
 
     Args:
-        begun: the processes of all engines, if they have begun.
+        spawned: the processes of all engines, if they have been spawned.
 
     Raises:
         ConfigError: the address is taken, or model, weights, tokenizer or memory do not allow a start.
@@ -71,7 +71,7 @@ def serve(engine: EngineConfig, server: ServerConfig, begun: Sequence[BegunEngin
     listener = listen(server.host, server.port)
     with listener:
         try:
-            return asyncio.run(_serve(engine, server, begun, listener))
+            return asyncio.run(_serve(engine, server, spawned, listener))
         except asyncio.CancelledError:
             LOGGER.info("stopped before it served")
             return 0
@@ -88,7 +88,7 @@ def _keep_torch_out() -> None:
 
 
 async def _serve(
-    engine: EngineConfig, server: ServerConfig, begun: Sequence[BegunEngine], listener: socket.socket
+    engine: EngineConfig, server: ServerConfig, spawned: Sequence[SpawnedEngine], listener: socket.socket
 ) -> int:
     _cancel_on_sigterm()
     template = read_template(server.chat_template)
@@ -100,7 +100,7 @@ async def _serve(
         tls = await stack.enter_async_context(_tls_context(server))
         await stack.enter_async_context(trials)
         observers = stack.enter_context(request_observers(server, model_names(engine, server)[0]))
-        client = await stack.enter_async_context(start_core(engine, server, vocabulary, observers, begun))
+        client = await stack.enter_async_context(start_core(engine, server, vocabulary, observers, spawned))
         service = make_service(client, engine, server, template, defaults, trials.check)
         host, port = listener.getsockname()[:2]
         mode = server.page_mode(host)
@@ -285,13 +285,13 @@ async def start_core(
     server: ServerConfig,
     vocabulary: Vocabulary,
     observers: Sequence[RequestObserver] = (),
-    begun: Sequence[BegunEngine] = (),
+    spawned: Sequence[SpawnedEngine] = (),
 ) -> AsyncIterator[EngineClient]:
     """Start the engine processes, yield a client of them, and end them on exit.
 
     Args:
         observers: follow all requests.
-        begun: the processes of all engines, if they have begun.
+        spawned: the processes of all engines, if they have been spawned.
 
     Raises:
         ConfigError: the configuration does not allow a start.
@@ -303,7 +303,7 @@ async def start_core(
     stacks = [AsyncExitStack() for _ in configs]
     keeping: list[asyncio.Future[None]] = []
     try:
-        processes = await _start_all(stacks, configs, begun or [None] * len(configs))
+        processes = await _start_all(stacks, configs, spawned or [None] * len(configs))
         client = _new_client(configs, server, vocabulary, processes, observers)
         keeping = [
             asyncio.ensure_future(_keep(client, *each, restarts=server.restart))
@@ -333,14 +333,14 @@ def _make_private(directory: str) -> None:
 
 
 async def _start_all(
-    stacks: Sequence[AsyncExitStack], configs: Sequence[EngineConfig], begun: Sequence[BegunEngine | None]
+    stacks: Sequence[AsyncExitStack], configs: Sequence[EngineConfig], spawned: Sequence[SpawnedEngine | None]
 ) -> list[Started]:
     """Start all engines at the same time, each in a context of its own. If one fails, the others are ended."""
     try:
         async with asyncio.TaskGroup() as group:
             starting = [
-                group.create_task(stack.enter_async_context(engine_process(config, begun=process)))
-                for stack, config, process in zip(stacks, configs, begun, strict=True)
+                group.create_task(stack.enter_async_context(engine_process(config, spawned=process)))
+                for stack, config, process in zip(stacks, configs, spawned, strict=True)
             ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -52,7 +52,7 @@ def making(directory: Path | str, num_ranks: int, **defaults: Any) -> Iterator[M
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load_executor", load)
-        patch.setattr(llm, "begun_workers", lambda _: nullcontext())
+        patch.setattr(llm, "spawned_workers", lambda _: nullcontext())
         make = llm_maker(Path(directory), patch, **{"device": "cpu", "max_model_len": 512, **defaults})
         yield lambda *, divided=True, **options: make(tensor_parallel_size=num_ranks if divided else 1, **options)
     for executor in made:

@@ -163,7 +163,7 @@ def prepare_engine(address: str) -> None:
 def prepare_front_end(engines: str) -> None:
     """Import what a server's HTTP process imports. It has its engines forked, by the template at an address."""
     from strandline.server import launch
-    from strandline.server.engines import begun_engine
+    from strandline.server.engines import spawned_engine
 
     launch._keep_torch_out()
     assert import_module("transformers").PreTrainedTokenizerFast
@@ -173,7 +173,7 @@ def prepare_front_end(engines: str) -> None:
         descriptors = {fd: fd for fd in (1, 2, *pass_fds)}
         return ForkedProcess(engines, command[2], command[3:], descriptors, has_pipe=True)
 
-    patched: Any = begun_engine
+    patched: Any = spawned_engine
     patched.subprocess = SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE)
 
 

@@ -26,7 +26,7 @@ import zmq
 
 from strandline.config import EngineConfig
 from strandline.engine.processes.engine_log import name_engine_in_log
-from strandline.engine.workers.workers import Workers, begun_workers
+from strandline.engine.workers.workers import Workers, spawned_workers
 from strandline.errors import ConfigError
 from strandline.gc_policy import freeze_gc
 from strandline.records.heartbeat import BEAT_INTERVAL_S, Heartbeat
@@ -48,7 +48,7 @@ RECONNECT_MS = 10
 def serve_core(socket: Socket, lifeline: int, heartbeat: Heartbeat, num_workers: int = 0) -> int:
     """Load the model that the first message names and serve it; return the exit code."""
     try:
-        with interrupted_by(lifeline), begun_workers(num_workers) as workers:
+        with interrupted_by(lifeline), spawned_workers(num_workers) as workers:
             config, core = _load(socket, workers)
     except ConfigError as error:
         socket.send(ENCODER.encode(Refused(str(error))))

@@ -227,8 +227,8 @@ class Workers:
 
 
 @contextmanager
-def begun_workers(num_workers: int) -> Iterator[Workers | None]:
-    """Begin the processes that steps run in, which then import what they need; end them if the body fails. None: there
+def spawned_workers(num_workers: int) -> Iterator[Workers | None]:
+    """Spawn the processes that steps run in, which then import what they need; end them if the body fails. None: there
     are none, and steps run in this process.
     """
     if not num_workers:

@@ -14,9 +14,9 @@ from strandline.config import EngineConfig
 from strandline.errors import ConfigError, EngineError, StrandlineError
 from strandline.records.events import Limits
 from strandline.records.messages import ENCODER, FROM_CORE, EventEndpoints, Ready, Refused, Start
-from strandline.server.engines.begun_engine import BegunEngine
 from strandline.server.engines.engine_client import EngineClient
 from strandline.server.engines.engine_link import EngineLink
+from strandline.server.engines.spawned_engine import SpawnedEngine
 
 LOGGER: Final = logging.getLogger("strandline.server")
 STOP_TIMEOUT_S: Final = 5.0
@@ -36,13 +36,13 @@ class EngineProcess:
         name: name of the engine, in messages to users.
     """
 
-    def __init__(self, begun: BegunEngine, socket: zmq.asyncio.Socket, *, name: str = "the engine") -> None:
+    def __init__(self, spawned: SpawnedEngine, socket: zmq.asyncio.Socket, *, name: str = "the engine") -> None:
         loop = asyncio.get_running_loop()
         self.socket = socket
         self.name = name
         self.events: EventEndpoints | None = None
         """Endpoints of published cache events; None: none."""
-        self.heartbeat, self._process = begun.heartbeat, begun.process
+        self.heartbeat, self._process = spawned.heartbeat, spawned.process
         self._exited = loop.create_future()
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, partial(_set_done, self._exited))
@@ -104,20 +104,20 @@ class EngineProcess:
 
 @asynccontextmanager
 async def engine_process(
-    engine: EngineConfig, inherited: Sequence[int] = (), begun: BegunEngine | None = None
+    engine: EngineConfig, inherited: Sequence[int] = (), spawned: SpawnedEngine | None = None
 ) -> AsyncIterator[tuple[EngineProcess, Limits]]:
     """Start an engine process, yield it once it is ready, and end it on exit.
 
     Args:
         inherited: file descriptors that the process keeps open.
-        begun: the process, if it has begun.
+        spawned: the process, if it has been spawned.
 
     Raises:
         ConfigError, EngineError: as ``EngineProcess.handshake``.
         OSError, zmq.ZMQError: the system lacks a resource, such as file descriptors.
     """
     with (
-        begun or BegunEngine(engine.num_workers, inherited) as started,
+        spawned or SpawnedEngine(engine.num_workers, inherited) as started,
         zmq.asyncio.Context() as context,
         context.socket(zmq.PAIR) as socket,
     ):

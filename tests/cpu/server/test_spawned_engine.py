@@ -1,4 +1,4 @@
-"""Engines' processes, which begin before the HTTP process imports what it needs."""
+"""Engines' processes, which are spawned before the HTTP process imports what it needs."""
 
 import os
 import subprocess
@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from strandline.server.engines import begun_engine
-from strandline.server.engines.begun_engine import BegunEngine
+from strandline.server.engines import spawned_engine
+from strandline.server.engines.spawned_engine import SpawnedEngine
 from tests.cpu.test_closures import closure
 
 BEGINS = """
 import sys
 from strandline import cli
-from strandline.server.engines import begun_engine
+from strandline.server.engines import spawned_engine
 
-class Begun:
+class Spawned:
     def __init__(self, num_workers):
-        print("begun with", num_workers, "fastapi" in sys.modules)
+        print("spawned with", num_workers, "fastapi" in sys.modules)
     def __enter__(self):
         return self
     def __exit__(self, *_):
         print("ended")
 
-begun_engine.BegunEngine = Begun
+spawned_engine.SpawnedEngine = Spawned
 sys.exit(cli.main(["serve", "demo", "--host", "::1::", *sys.argv[1:]]))
 """
 
@@ -35,13 +35,13 @@ BEGINS_WITH_LOG = """
 import sys
 from strandline import cli
 from strandline.env import read_log_format, read_log_level
-from strandline.server.engines import begun_engine
+from strandline.server.engines import spawned_engine
 
 def begin(num_workers):
     print(read_log_format(), read_log_level())
     sys.exit()
 
-begun_engine.BegunEngine = begin
+spawned_engine.SpawnedEngine = begin
 cli.main(["serve", "demo", *sys.argv[1:]])
 """
 
@@ -55,10 +55,10 @@ cli.main(["serve", "demo", *sys.argv[1:]])
         (["--distributed-executor-backend", "mp"], [1]),
     ],
 )
-def test_engines_begin_before_the_web_framework_is_imported(flags: list[str], expected: list[int]) -> None:
+def test_engines_are_spawned_before_the_web_framework_is_imported(flags: list[str], expected: list[int]) -> None:
     command = [sys.executable, "-c", BEGINS, *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [f"begun with {each} False" for each in expected] + ["ended"] * len(expected)
+    assert done.stdout.splitlines() == [f"spawned with {each} False" for each in expected] + ["ended"] * len(expected)
     assert (done.returncode, "cannot listen" in done.stderr) == (2, True), done.stderr
 
 
@@ -68,46 +68,46 @@ def test_engines_inherit_format_and_level_of_the_log() -> None:
     assert done.stdout.splitlines() == ["json error"], done.stderr
 
 
-def test_what_begins_engines_loads_little() -> None:
-    rooms = {name.split(".")[1] for name in closure("strandline.server.engines.begun_engine") if "." in name}
+def test_what_spawns_engines_loads_little() -> None:
+    rooms = {name.split(".")[1] for name in closure("strandline.server.engines.spawned_engine") if "." in name}
     assert rooms <= {"clock", "records", "server", "signals", "version", "env", "ids", "errors"}
 
 
 def test_an_engine_that_is_left_alone_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with BegunEngine(0) as begun:
-        assert begun.process.poll() is None
-        assert list(tmp_path.iterdir()) == [Path(begun.folder.name)]
-    assert begun.process.returncode is not None
+    with SpawnedEngine(0) as spawned:
+        assert spawned.process.poll() is None
+        assert list(tmp_path.iterdir()) == [Path(spawned.folder.name)]
+    assert spawned.process.returncode is not None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_while_an_engine_begins_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_an_engine_is_spawned_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    begun = list[subprocess.Popen[bytes]]()
+    spawned = list[subprocess.Popen[bytes]]()
 
     class NotedProcess(subprocess.Popen[bytes]):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            begun.append(self)
+            spawned.append(self)
 
     @contextmanager
     def interrupted() -> Iterator[None]:
         yield
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(begun_engine.subprocess, "Popen", NotedProcess)
-    monkeypatch.setattr(begun_engine, "signals_held", interrupted)
+    monkeypatch.setattr(spawned_engine.subprocess, "Popen", NotedProcess)
+    monkeypatch.setattr(spawned_engine, "signals_held", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        BegunEngine(0)
-    assert begun[0].returncode is not None
+        SpawnedEngine(0)
+    assert spawned[0].returncode is not None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(begun_engine, "COMMAND", [str(tmp_path / "missing")])
+    monkeypatch.setattr(spawned_engine, "COMMAND", [str(tmp_path / "missing")])
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
-        BegunEngine(0)
+        SpawnedEngine(0)
     assert (list(tmp_path.iterdir()), len(os.listdir("/proc/self/fd"))) == ([], before)

@@ -1,6 +1,6 @@
-"""An engine's process from its beginning on: it imports what loads a model, and waits for the engine's configuration.
+"""An engine's process from its start on: it imports what loads a model, and waits for the engine's configuration.
 
-Importing this module loads neither the web framework nor a tokenizer: a server begins its engines before it does.
+Importing this module loads neither the web framework nor a tokenizer: a server spawns its engines before it does.
 """
 
 import os
@@ -18,14 +18,14 @@ from strandline.signals import signals_held
 COMMAND: Final = [sys.executable, "-m", "strandline.engine.processes.core_process"]
 
 
-class BegunEngine:
+class SpawnedEngine:
     """An engine's process, its heartbeat, and the address at which it looks for the HTTP process.
 
     Leave its context to end the process, if it has not ended.
     """
 
     def __init__(self, num_workers: int, inherited: Sequence[int] = ()) -> None:
-        """Begin the process.
+        """Spawn the process.
 
         Args:
             num_workers: see ``EngineConfig.num_workers``.
