@@ -366,11 +366,9 @@ class CacheMemory:
             for window in snapshot.windows:
                 window.size.set_pinned(window, is_pinned=False)
             self.offer(snapshot)
-        above = snapshot_above(snapshot)
-        if above is not None:
+        if (above := snapshot_above(snapshot)) is not None:
             self.offer(above)
-        below = snapshot.home.key_after(snapshot.key)
-        if below is not None:
+        if (below := snapshot.home.key_after(snapshot.key)) is not None:
             self.offer(snapshot.home.snapshots[below])
 
     # Evicting

@@ -112,7 +112,7 @@ def test_outputs_that_are_stuck_take_no_room_from_others() -> None:
     run(check)
 
 
-def test_engines_without_the_newest_weights_do_not_stand_in_for_one_that_hangs() -> None:
+def test_engines_with_old_weights_do_not_replace_hung_ones() -> None:
     async def check(pair: Pair) -> None:
         pair.client.change_weights([pair.client.engines[0]], Weights("e1", "step-1"))
         pair.cores[0].hang = "no sign of life"
