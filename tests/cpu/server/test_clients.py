@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from strandline import LLM, SamplingParams
 from strandline.records.outputs import Logprob
-from strandline.server.requests.usage_and_logprobs import completion_logprobs, text_name
+from strandline.server.requests.usage_and_logprobs import ScoredToken, completion_logprobs, text_name
 from tests.cpu.server.process import TIMEOUT_S, ServerProcess, http_stream
 
 PAGE = (Path(__file__).parents[3] / "docs" / "clients.md").read_text()
@@ -161,7 +161,7 @@ def test_the_harness_reads_log_likelihoods_that_are_the_offline_ones(server: Ser
 def test_most_likely_of_tokens_with_equal_text_is_reported() -> None:
     """Else the harness would take a part of a character for the greedy choice because another part hides behind it."""
     entry = {1: Logprob(-3.0, rank=2, decoded_token="\ufffd"), 2: Logprob(-0.5, rank=1, decoded_token="\ufffd")}
-    body = completion_logprobs([("\ufffd", entry)], 0, name=text_name)
+    body = completion_logprobs([ScoredToken("\ufffd", 0, entry)], name=text_name)
     assert (body["token_logprobs"], body["top_logprobs"]) == ([-3.0], [{"\ufffd": -0.5}])
 
 
