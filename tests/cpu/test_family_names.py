@@ -24,7 +24,7 @@ ALLOWED: Mapping[str, str] = {
     "bench/cost.py": "times measured of known models",
     "demo/intents.py": "what the demo model is taught about itself",
     "demo/words.py": "names of animals",
-    "foreign_flags.py": "flags of vLLM and SGLang, some of which name a recurrence",
+    "foreign_flags.py": "flags of vLLM and SGLang that name a recurrence",
 }
 
 
